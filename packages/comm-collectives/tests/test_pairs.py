@@ -25,7 +25,7 @@ from comm_collectives.checking.local_ranks import LocalRanks, Reply
 from comm_collectives.collectives import drop_in
 from comm_collectives.errors import LostGradientWarning, MismatchError
 from comm_collectives.moe import OverlappedMoe, combine_async, dispatch_async
-from ranktest import can_leave_shared_memory, leave_shared_memory
+from ranktest import can_leave_shared_memory, leave_shared_memory, more_than_sockets_hold
 
 ONE_HOST, ACROSS_HOSTS = "one host", "across hosts"
 SIZES = (2, 40_000)  # rows of four numbers for each rank: less and more than fits into one message
@@ -119,8 +119,7 @@ RECEIVES: dict[str, Callable[[Place], object]] = {
     "recv_tensors": lambda at: cc.recv_tensors(src=at.peer),
     "drop_in.recv": lambda at: drop_in.recv(torch.empty(at.rows), src=at.peer, tag=1),
 }
-# What no stream takes whole (a connection's buffers grow to 36 MiB): these wait for the other end.
-LARGE = 1 << 24
+LARGE = more_than_sockets_hold() // 4  # floats that find no room under way
 
 
 @functools.cache

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import Backend as Backend
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _world, default_pg_timeout
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
@@ -51,6 +52,11 @@ def raw_torch(fn: F) -> F:
             _WANTS_RAW.reset(token)
 
     return run  # type: ignore[return-value]
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of which this process is a member."""
+    return list(_world.pg_map)
 
 
 def wants_raw_torch() -> bool:
@@ -100,6 +106,17 @@ def abort_devices(group: dist.ProcessGroup) -> None:
     for device in group._device_types:
         if device.type != "cpu":
             group._get_backend(device).abort()
+
+
+def dump_flight_records() -> list[bytes]:
+    """Return what torch's flight recorders have not seen end, a JSON text for each backend.
+
+    Those of NCCL and gloo, of all groups of this process; only what this torch was built with.
+    """
+    dumps = [
+        getattr(_c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    ]
+    return [dump(includeCollectives=True, onlyActive=True) for dump in dumps if dump is not None]
 
 
 def backward_pass_id() -> int:

@@ -49,19 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--all", action="store_true", help="with --raw: every dtype")
     check.add_argument("--json", action="store_true", help="print every outcome as JSON instead")
     check.set_defaults(run=_check)
-    bench = commands.add_parser(
-        "bench",
-        help="measure the shared-memory backend against gloo on local ranks",
-        description="Start ranks on this machine, run the collectives of gloo and of comm_shm in "
-        "alternating rounds, and print how many times faster comm_shm is, per size.",
-    )
-    bench.add_argument("--world-size", type=int, default=2, help="number of ranks (default: 2)")
-    bench.add_argument(
-        "--timeout-s", type=float, default=600.0, help="limit in seconds for it all (default: 600)"
-    )
-    bench.add_argument("--quick", action="store_true", help="only up to 1 MiB, in fewer rounds")
-    bench.add_argument("--json", action="store_true", help="print every time as JSON instead")
-    bench.set_defaults(run=_bench)
     plan = commands.add_parser(
         "plan",
         help="predict bytes and times of MoE dispatch and choose how rows travel",
@@ -157,9 +144,3 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     run_program(args.program, args.arguments, is_module=args.is_module)
     return 0
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from comm_collectives.checking import run_bench
-
-    return run_bench(args)

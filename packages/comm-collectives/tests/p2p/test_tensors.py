@@ -11,8 +11,9 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
 from comm_collectives.p2p import expect_tensors
-from ranktest import collect_ranks, mark, run_ranks, until_marked
+from ranktest import collect_ranks, mark, more_than_sockets_hold, run_ranks, until_marked
 
+_LARGE = more_than_sockets_hold() // 4  # floats that find no room under way
 _LISTS = [
     [torch.arange(6.0).view(2, 3)],
     [],
@@ -39,12 +40,14 @@ def test_lists_of_changing_shapes_arrive_in_order() -> None:
 
 
 def test_send_does_not_wait_for_the_receiver() -> None:
-    """Both ranks send first: 16 MiB each way would deadlock if a send waited."""
+    """Both ranks send first, and would wait for ever if a send waited."""
 
     def fn(rank: int, world_size: int) -> None:
         other = 1 - rank
         started = time.monotonic()
-        handles = [cc.isend_tensors([torch.full((1 << 21,), rank)], dst=other) for _ in range(3)]
+        handles = [
+            cc.isend_tensors([torch.full((_LARGE // 3,), float(rank))], dst=other) for _ in range(3)
+        ]
         assert time.monotonic() - started < 5
         for _ in range(3):
             (got,) = cc.recv_tensors(src=other, timeout_s=30)
@@ -128,7 +131,7 @@ def test_what_comes_after_a_limit_is_received_by_the_next_call() -> None:
     def fn(rank: int, world_size: int) -> list[int]:
         if rank == 1:
             until_marked("the receiver gave up")
-            handle = cc.isend_tensors([torch.full((1 << 22,), 5)], dst=0, timeout_s=0.01)
+            handle = cc.isend_tensors([torch.full((_LARGE,), 5.0)], dst=0, timeout_s=0.01)
             with pytest.raises(CollectiveTimeoutError):
                 handle.wait()
             mark("the sender gave up")
@@ -147,11 +150,9 @@ def test_what_comes_after_a_limit_is_received_by_the_next_call() -> None:
 
 
 def test_send_without_a_receiver_is_noticed_when_waited_for() -> None:
-    """16 MiB do not fit into any socket buffer, so the wait runs into its limit."""
-
     def fn(rank: int, world_size: int) -> None:
         if rank == 0:
-            handle = cc.isend_tensors([torch.ones(1 << 22)], dst=1, timeout_s=0.5)
+            handle = cc.isend_tensors([torch.ones(_LARGE)], dst=1, timeout_s=0.5)
             with pytest.raises(CollectiveTimeoutError, match="rank 1 did not do its part"):
                 handle.wait()
             mark("gave up")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import backends_may_be_python
-from comm_collectives.errors import CommValueError
+from comm_collectives.errors import CommValueError, MismatchError
 from comm_collectives.shm.group import ShmGroup
 from comm_collectives.shm.registration import register_backends
 from ranktest import run_ranks
@@ -69,6 +69,28 @@ def test_every_collective_returns_its_own_handle():
         return [work.is_completed() for work in works]
 
     assert run_ranks(fn, 2) == [[True] * 11] * 2
+
+
+def test_transfers_and_refused_calls_are_completed_once_they_have_ended():
+    def fn(rank, size):
+        group = _new()
+        x = torch.full((3,), float(rank))
+        if rank == 0:
+            work = dist.irecv(x, 1, group=group)
+            before = work.is_completed()
+            dist.barrier(group=group)
+        else:
+            dist.barrier(group=group)
+            before, work = False, dist.isend(x, 0, group=group)
+        work.wait()
+        refused = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
+        with pytest.raises(MismatchError):
+            refused.wait()
+        ends = refused.is_completed(), refused.is_success(), type(refused.exception())
+        return before, work.is_completed(), x.tolist(), ends
+
+    ends = (True, False, MismatchError)
+    assert run_ranks(fn, 2) == [(False, True, [1.0] * 3, ends)] * 2
 
 
 def test_receiving_from_any_rank_tells_the_source():

@@ -62,3 +62,15 @@ def test_asynchronous_calls_of_a_rank_alone_allocate_on_its_own_thread() -> None
         return found.is_done()
 
     assert run_ranks(fn, 1, init=False) == [True]
+
+
+def test_what_a_rank_alone_gives_to_a_call_is_not_changed_by_it() -> None:
+    def fn(*_: int) -> object:
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        stand_alone()
+        few, many = torch.arange(8.0), torch.arange(100_000.0)
+        handles = [all_reduce(x, async_op=True) for x in (few, many)]
+        shapes = [tuple(handle.wait().shape) for handle in handles]
+        return shapes, few.sum().item(), many.equal(torch.arange(100_000.0))
+
+    assert run_ranks(fn, 1, init=False) == [([(8,), (100_000,)], 28.0, True)]

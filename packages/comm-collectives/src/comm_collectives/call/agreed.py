@@ -39,6 +39,8 @@ def exchange_alone(
     targets = () if place is None else place(agreed)
     if sent is not None:
         for target in targets:
+            if target.untyped_storage() is sent[rank].untyped_storage():
+                continue  # this rank's own, which is there: a copy would count as a change
             common = min(target.numel(), sent[rank].numel())
             target[:common].copy_(sent[rank][:common])
             target[common:].zero_()

@@ -23,7 +23,6 @@ from comm_collectives.call.failures import Report, describe_absent, first_failur
 from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_of_each, sizes_of
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
-from comm_collectives.call.pairs import Lane, Question
 from comm_collectives.call.settling import settle
 from comm_collectives.call.signature import (
     Argument,
@@ -33,6 +32,7 @@ from comm_collectives.call.signature import (
     Status,
     current_site,
 )
+from comm_collectives.call.waiting import deny, end_circle, fall_silent, pass_on
 from comm_collectives.errors import (
     ERROR_NAMED,
     CommError,
@@ -43,8 +43,6 @@ from comm_collectives.errors import (
 )
 
 BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of another
-
-
 Refusal = ValueError | TypeError | None
 
 
@@ -265,18 +263,21 @@ class Call:
 
     def told(self, notice: Notice) -> CommError:
         """Return the error for a call that a peer left with one."""
-        kind = ERROR_NAMED.get(notice.kind, CommError)
-        rank = self.state.ranks[notice.peer]
+        kind, rank = ERROR_NAMED.get(notice.kind, CommError), self.state.ranks[notice.peer]
+        end_circle(self, notice)
         return kind(f"{self} ended: rank {rank} failed in it with a {notice.kind}: {notice.text}")
 
     def asked(self, peer: int, question: bytes) -> None:
         """Raise if a peer waits for a transfer of this rank, which does nothing but wait for it."""
-        worker, own = self.state.worker, f"{self}, {self.describe()}"
-        awaiting = worker.awaiting if worker is not None and worker.is_here() else None
-        asked, lane = Question.unpack(question), Lane.of(self.state)
-        theirs = lane.deny(peer, asked, self.number, own, awaiting)
-        if theirs is not None:
-            raise MismatchError(f"{self.describe()}, {self}: {theirs}")
+        deny(self, peer, question)
+
+    def stuck(self, told: Sequence[bytes]) -> None:
+        """Tell who waits for this rank that it waits as well."""
+        pass_on(self, told)
+
+    def go_on(self) -> None:
+        """Take that back."""
+        fall_silent(self)
 
     def __str__(self) -> str:
         state = self.state

@@ -119,7 +119,7 @@ def total(who: str, outcomes: Sequence[Outcome]) -> str:
     cells = [outcome for outcome in outcomes if isinstance(outcome.order.what, Case)]
     mistakes = [outcome for outcome in outcomes if isinstance(outcome.order.what, str)]
     counts = [
-        f"{_good(some)} of {len(some)} {what}"
+        f"{sum(outcome.is_good for outcome in some)} of {len(some)} {what}"
         for some, what in ((cells, "cells"), (mistakes, "mistakes"))
         if some
     ]
@@ -131,7 +131,3 @@ def total(who: str, outcomes: Sequence[Outcome]) -> str:
             word = "right, which cannot be" if verdict == Verdict.RIGHT else verdict
             text += f"; {count} {word}"
     return text
-
-
-def _good(outcomes: Sequence[Outcome]) -> int:
-    return sum(outcome.is_good for outcome in outcomes)

@@ -46,7 +46,7 @@ def swap(
         agreed = call.meet(parts=parts, status=status, sizes=sent)
         target = room(agreed)
         _exchange_on_device(call, source, sent, agreed.sizes, target)
-    _observe(call, sent)
+    observe(call, sent)
     return agreed, target
 
 
@@ -84,7 +84,7 @@ def exchange_bytes(
         status = agreed.flags
     else:
         _exchange_on_device(call, source, sent, received, target)
-    _observe(call, sent)
+    observe(call, sent)
     return status
 
 
@@ -156,6 +156,7 @@ def _exchange_on_device(
     run_on_device(call, source, target, run)
 
 
-def _observe(call: Call, sent: Sequence[int]) -> None:
-    for observe in call.state.observers if call.state.size > 1 else ():
-        observe(call.name, sent)
+def observe(call: Call, sent: Sequence[int]) -> None:
+    """Tell who counts that this rank has sent `sent[r]` bytes to rank r."""
+    for told in call.state.observers if call.state.size > 1 else ():
+        told(call.name, sent)

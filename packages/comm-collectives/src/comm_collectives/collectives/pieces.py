@@ -18,6 +18,7 @@ from comm_collectives.call.signature import Argument
 from comm_collectives.collectives.exchange import (
     exchange_bytes,
     exchange_rows,
+    observe,
     on_host,
     run_on_device,
     show,
@@ -104,6 +105,7 @@ def meet_rows(
         host, nothing = flat.cpu(), flat.new_empty(0, device="cpu")
         shown = [host if r in readers else nothing for r in range(state.size)]
         agreed, _ = show(call, shown, room, parts=parts, status=status)
+        observe(call, [piece.numel() for piece in shown])
     else:
         agreed = call.meet(parts=parts, status=status)
         y = room(agreed)
@@ -146,6 +148,7 @@ def gather_rows(call: Call, x: torch.Tensor, counts: Sequence[int]) -> torch.Ten
     if on_host(call.state, x.device):
         sent = [as_bytes(x).cpu()] * call.state.size
         show(call, sent, lambda _: as_bytes(out), received=sizes)
+        observe(call, [sizes[call.state.rank]] * call.state.size)
     else:
         _gather_on_device(call, as_bytes(x), sizes, as_bytes(out))
     return out
@@ -172,12 +175,15 @@ def send_from_one(
 def broadcast_bytes(call: Call, flat: torch.Tensor, root: int) -> None:
     """Broadcast a flat uint8 tensor in place; it lies where the group's bytes travel."""
     state = call.state
-    if state.size == 1 or not flat.numel():
+    rank, size = state.rank, state.size
+    if size == 1 or not flat.numel():
         return
-    if flat.device.type == "cpu":
-        _broadcast_on_host(call, flat, root)
-    else:
+    if flat.device.type != "cpu":
         call.run(lambda: state.transport.broadcast(flat, root))
+        return
+    sent = to_each(flat, size) if rank == root else [flat[:0]] * size
+    call.exchange(sent, lambda _: from_source(flat, rank, root, size))
+    share(call, flat, root)
 
 
 def shared_pieces(flat: torch.Tensor, size: int) -> tuple[torch.Tensor, ...] | None:
@@ -218,13 +224,6 @@ def share(call: Call, flat: torch.Tensor, src: int) -> None:
         call.exchange(sent, lambda _: pieces)
 
 
-def _broadcast_on_host(call: Call, flat: torch.Tensor, root: int) -> None:
-    rank, size = call.state.rank, call.state.size
-    sent = to_each(flat, size) if rank == root else [flat[:0]] * size
-    call.exchange(sent, lambda _: from_source(flat, rank, root, size))
-    share(call, flat, root)
-
-
 def _gather_on_device(
     call: Call, source: torch.Tensor, sizes: Sequence[int], target: torch.Tensor
 ) -> None:
@@ -251,3 +250,4 @@ def _gather_on_device(
                 broadcast_bytes(call, piece, root)
 
     run_on_device(call, source, target, run)
+    observe(call, [source.numel()] * state.size)

@@ -235,6 +235,12 @@ class Call:
     def asked(self, peer: int, question: bytes) -> None:
         """Transfers between two ranks go over gloo here, which cannot ask."""
 
+    def stuck(self, told: Sequence[bytes]) -> None:
+        """As torch's own calls, these end at their limit."""
+
+    def go_on(self) -> None:
+        """Nothing was told."""
+
     def __str__(self) -> str:
         return f"{self._head.operation} of group {self.calls.ranks}"
 

@@ -66,6 +66,7 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
         name=f"simulated {','.join(map(str, ranks))}",
         transport=transport,
         backend_of={"cpu": "simulated"},
+        groups=lambda: _states_of(world, rank),
     )
     state.policy = world.setting.agreement
     state.worker, state.hire = SimWorker(world, rank), lambda: SimWorker(world, rank)
@@ -73,3 +74,9 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.opener = lambda lane: SimStreams(world, ranks=ranks, index=index, lane=lane)
     state.frames = Frames(state.opener("calls"), transport.clock, staged_bytes=_STAGED_BYTES)
     return state
+
+
+def _states_of(world: World, rank: int) -> list[GroupState]:
+    """All groups of a rank, which the other members may have made use of first."""
+    made = {ranks for ranks, _ in world.groups if rank in ranks}
+    return [SimGroup.of(world, ranks, rank).state() for ranks in sorted(made)]

@@ -1,7 +1,7 @@
 """Frames over real streams: what ends well, what differs, and what comes late."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +12,7 @@ from comm_collectives.base.streams.sockets import SocketStreams
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK
 from comm_collectives.call.frames.frames import Cargo, Frames
 from comm_collectives.call.frames.link import SIGNATURE_BYTES, Notice
-from ranktest import mark, run_ranks, until_marked
+from ranktest import mark, more_than_sockets_hold, run_ranks, until_marked
 
 _SAME = bytes(SIGNATURE_BYTES)
 
@@ -31,6 +31,15 @@ class _Waiter:
 
     def told(self, notice: Notice) -> Exception:
         return _LeftError(f"{notice.peer} left {notice.number}: {notice.kind} {notice.text}")
+
+    def asked(self, peer: int, question: bytes) -> None:
+        """Nobody asks."""
+
+    def stuck(self, told: Sequence[bytes]) -> None:
+        """Nobody is told."""
+
+    def go_on(self) -> None:
+        """Nobody was told."""
 
 
 def _frames(rank: int, size: int) -> Frames:
@@ -167,7 +176,7 @@ def test_streams_are_never_handed_payload_that_was_received(
 
 
 def test_payload_of_a_call_that_failed_is_sent_from_memory_of_its_own() -> None:
-    length = 30_000_000
+    length = more_than_sockets_hold()
 
     def fn(rank: int, world_size: int) -> None:
         frames = _frames(rank, world_size)
@@ -190,7 +199,7 @@ def test_payload_of_a_call_that_failed_is_sent_from_memory_of_its_own() -> None:
 
 def test_word_of_a_call_that_failed_outlives_the_failure_of_the_next() -> None:
     """Rank 1 comes when rank 0 has left two calls, the first with its frame half sent."""
-    length = 30_000_000
+    length = more_than_sockets_hold()
 
     def fn(rank: int, world_size: int) -> None:
         frames = _frames(rank, world_size)

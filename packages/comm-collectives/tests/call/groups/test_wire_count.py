@@ -124,3 +124,21 @@ def test_counting_starts_and_ends_with_its_context() -> None:
         assert (nothing.by_rank, nothing.num_wire_bytes) == ((0, 0), 0)
 
     run_ranks(fn, 2)
+
+
+def test_gathers_and_sums_count_like_exchanges_and_so_do_their_backwards() -> None:
+    """Three ranks with one, two and three rows of 16 bytes."""
+
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.zeros(rank + 1, 4, requires_grad=True)
+        with count_wire_bytes() as counted:
+            rows = cc.all_gather(x)
+            own = cc.reduce_scatter(rows, splits=[1, 2, 3])
+            forward = dict(counted.by_call)
+            own.sum().backward()
+        gathered, scattered = (16 * (rank + 1),) * 3, (16, 32, 48)
+        assert forward == {"all_gather": gathered, "reduce_scatter": scattered}
+        backward = [sent for name, sent in counted.by_call.items() if name not in forward]
+        assert sorted(backward) == sorted([gathered, scattered]), counted.by_call
+
+    run_ranks(fn, 3)

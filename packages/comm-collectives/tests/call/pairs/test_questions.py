@@ -1,20 +1,28 @@
 """Ranks that wait for each other in a circle are told so, and nobody who is merely late."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.groups import group_state
 from comm_collectives.call.pairs import Lane
 from comm_collectives.collectives import drop_in
 from comm_collectives.errors import MismatchError
-from ranktest import run_ranks
+from ranktest import (
+    can_leave_shared_memory,
+    leave_shared_memory,
+    more_than_sockets_hold,
+    run_ranks,
+)
 
-_LARGE = 1 << 23
+_LARGE = more_than_sockets_hold() // 4  # floats that find no room under way
 _LIMIT_S = 60.0  # of the group
 
 
@@ -143,3 +151,184 @@ def test_a_rank_counts_the_call_that_its_transfer_ended_though_another_thread_lo
         _go_on(rank, world_size)
 
     run_ranks(fn, 2, timeout_s=_LIMIT_S)
+
+
+_LINKS: dict[str, Callable[[int, dist.ProcessGroup], object]] = {
+    "receive": lambda after, group: cc.recv(src=after, group=group),
+    "large send": lambda after, group: cc.send(torch.ones(_LARGE), dst=after, group=group),
+    "call": lambda after, group: cc.all_reduce(torch.ones(2), group=group),
+    "large call": lambda after, group: cc.all_to_all(torch.ones(_LARGE), group=group),
+    "asynchronous call": lambda after, group: cc.all_reduce(
+        torch.ones(2), group=group, async_op=True
+    ).wait(),
+}
+
+
+def _circle_of_groups(kinds: tuple[str, ...], rank: int, groups: list[dist.ProcessGroup]) -> float:
+    """Rank i waits for the next one in group i, by link i; return for how long."""
+    size, started = len(kinds), time.monotonic()
+    after = (rank + 1) % size
+    of_group = dist.get_process_group_ranks(groups[rank])
+    with pytest.raises(MismatchError, match="wait for each other in") as caught:
+        _LINKS[kinds[rank]](of_group.index(after), groups[rank])
+    took_s = time.monotonic() - started
+    text = str(caught.value)
+    assert text.startswith((f"rank {rank}: ", "all_"))
+    assert text.count("test_questions.py") >= size, text
+    assert f"({groups[rank].group_name!r})" in text, text
+    assert all(f"rank {i}: " in text for i in range(size)), text
+    assert took_s < _LIMIT_S / 3, f"{kinds}: {took_s} s"
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):  # of which this rank is a member
+            assert cc.all_reduce(torch.ones(1), group=group).item() == 2
+    return took_s
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_circle_over_groups_is_named_on_all_its_ranks_and_all_groups_go_on(
+    size: int, shares_memory: bool
+) -> None:
+    if not shares_memory and not can_leave_shared_memory():
+        pytest.skip("this system makes no namespaces")
+    rng = random.Random(size)
+    names = list(_LINKS)
+    kinds = [(name,) * size for name in names]
+    kinds += [tuple(rng.choice(names) for _ in range(size)) for _ in range(3)]
+
+    def fn(rank: int, world_size: int) -> None:
+        if not shares_memory:
+            leave_shared_memory()
+        pairs = [sorted((i, (i + 1) % size)) for i in range(size)]
+        groups = [dist.new_group(pair) for pair in pairs]
+        for each in kinds:  # the first of them is the first use of the groups
+            _circle_of_groups(each, rank, groups)
+
+    run_ranks(fn, size, timeout_s=_LIMIT_S)
+
+
+def test_ranks_of_a_call_that_are_in_no_circle_hear_that_others_left_it() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        one, two = dist.new_group(), dist.new_group([0, 1])
+        for _ in range(2):
+            with pytest.raises(MismatchError, match="the two ranks wait for each other"):
+                cc.all_reduce(torch.ones(2), group=two if rank == 1 else one)
+            assert cc.all_reduce(torch.ones(1), group=one).item() == 3
+            if rank < 2:
+                assert cc.all_reduce(torch.ones(1), group=two).item() == 2
+
+    run_ranks(fn, 3, timeout_s=_LIMIT_S)
+
+
+def test_all_ranks_that_wait_crosswise_in_two_groups_hear_of_it_and_both_groups_go_on() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        groups = dist.new_group(), dist.new_group()
+        for _ in range(2):
+            with pytest.raises(MismatchError, match="wait for each other"):
+                cc.all_reduce(torch.ones(2), group=groups[rank % 2])
+            for group in groups:
+                assert _sum_of_ones(group) == 4
+
+    run_ranks(fn, 4, timeout_s=_LIMIT_S)
+
+
+def _sum_of_ones(group: dist.ProcessGroup) -> float:
+    """Sum, after what a rank that was late to hear of it may still have to hear."""
+    for is_last in (False, True):
+        try:
+            return cc.all_reduce(torch.ones(1), group=group).item()
+        except MismatchError:
+            if is_last:
+                raise
+    return 0.0
+
+
+def test_a_rank_whose_other_thread_may_come_is_in_no_circle() -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        one, two = dist.new_group(), dist.new_group()
+
+        def call(group: dist.ProcessGroup) -> torch.Tensor:
+            return cc.all_reduce(torch.ones(1), group=group, timeout_s=30)
+
+        if rank == 0:
+            call(two)
+            return [call(one).item(), call(two).item()]
+        found: list[float] = []
+        is_known = threading.Event()
+
+        def late() -> None:
+            call(two)
+            is_known.set()
+            time.sleep(2.0)
+            found.append(call(one).item())
+
+        other = threading.Thread(target=late)
+        other.start()
+        is_known.wait()
+        found.append(call(two).item())
+        other.join()
+        return found
+
+    assert run_ranks(fn, 2, timeout_s=_LIMIT_S) == [[2, 2], [2, 2]]
+
+
+def test_a_large_send_that_is_being_received_is_no_link_of_a_circle() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        cc.all_reduce(torch.ones(1))
+        if rank == 0:
+            cc.send(torch.ones(_LARGE), dst=1)
+            cc.send(torch.tensor(5.0), dst=2)
+            return 0.0
+        if rank == 2:
+            got = cc.recv(src=0)
+            cc.send(got, dst=1)
+            return got.item()
+        streams = Lane.of(group_state(None))._streams
+        receive, piece_bytes = streams.recv_some, _LARGE // 16  # 64 pieces
+
+        def slowly(peer: int, into: memoryview) -> int:
+            time.sleep(0.04 if peer == 0 else 0)
+            return receive(peer, into[:piece_bytes] if peer == 0 else into)
+
+        streams.recv_some = slowly  # type: ignore[method-assign]
+        large = cc.recv(src=0, async_op=True)
+        got = cc.recv(src=2)
+        return got.item() + large.wait().mean().item()
+
+    assert run_ranks(fn, 3, timeout_s=_LIMIT_S) == [0.0, 6.0, 5.0]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_calls_and_transfers_of_many_groups_that_come_about_are_no_circle(
+    shares_memory: bool,
+) -> None:
+    """Late ones among them, each of which holds up others that hold up others."""
+    if not shares_memory and not can_leave_shared_memory():
+        pytest.skip("this system makes no namespaces")
+    seed = time.time_ns() % 1_000_000
+    print(f"seed {seed}")
+
+    def fn(rank: int, world_size: int) -> None:
+        if not shares_memory:
+            leave_shared_memory()
+        rng, handles = random.Random(seed), []
+        members = [sorted(rng.sample(range(4), rng.randint(2, 4))) for _ in range(6)]
+        groups = [dist.new_group(ranks) for ranks in members]
+        for _ in range(12):
+            ranks, group = rng.choice([*zip(members, groups, strict=True)])
+            src, dst = rng.sample(ranks, 2)
+            kind, late, late_s = rng.randrange(3), rng.choice(ranks), rng.choice((0.0, 0.7, 1.3))
+            how: Any = {"group": group, "async_op": rng.random() < 0.4}
+            if rank == late:
+                time.sleep(late_s)
+            if kind == 0 and rank in ranks:
+                handles.append(cc.all_reduce(torch.ones(2), **how))
+            elif kind and rank == src:
+                x = torch.ones(_LARGE if kind == 1 else 1)
+                handles.append(cc.send(x, dst=ranks.index(dst), **how))
+            elif kind and rank == dst:
+                handles.append(cc.recv(src=ranks.index(src), **how))
+        for handle in handles:
+            _ = handle.wait() if isinstance(handle, cc.Handle) else handle
+
+    run_ranks(fn, 4, timeout_s=_LIMIT_S)

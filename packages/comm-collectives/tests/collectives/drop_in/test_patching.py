@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import comm_collectives as cc
+from comm_collectives._torch_private import backends_may_be_python
 from comm_collectives.collectives import drop_in
 from comm_collectives.errors import MismatchError
+from comm_collectives.shm.registration import register_backends
 from ranktest import run_ranks
 
 # Torch's collectives and transfers that stay its own: built of the others, or for one backend.
@@ -72,6 +74,37 @@ def test_calls_of_torch_and_of_this_package_run_beside_each_other() -> None:
         dist.barrier()
 
     run_ranks(fn, 3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "comm_shm"])
+def test_functions_in_torchs_place_serve_the_parts_of_a_split_group(backend: str) -> None:
+    if backend == "comm_shm" and not backends_may_be_python():
+        pytest.skip("this torch has no backends written in Python")
+
+    def fn(rank: int, world_size: int) -> None:
+        register_backends()
+        whole = dist.new_group(backend=backend)
+        with drop_in.patched_torch():
+            part = dist.split_group(whole, [[2, 0], [1, 3]])
+            assert part is not None
+            x, other = torch.tensor([float(rank)]), {2: 0, 0: 2, 1: 3, 3: 1}[rank]
+            work = dist.all_reduce(x, group=part, async_op=True)
+            work.wait()
+            assert work.is_completed()
+            assert x.item() == rank + other
+            got = torch.zeros(1)
+            sent = dist.isend(torch.tensor([10.0 * rank]), other, part)
+            assert dist.recv(got, other, part) == other
+            sent.wait()
+            assert got.item() == 10 * other
+            objects: list[object] = [None] * 2
+            dist.all_gather_object(objects, rank, group=part)
+            assert sorted(objects) == sorted([rank, other])  # type: ignore[type-var]
+            with pytest.raises(MismatchError):
+                dist.all_reduce(torch.ones(2 + dist.get_rank(part)), group=part)
+            dist.barrier(group=whole)
+
+    run_ranks(fn, 4)
 
 
 def test_a_replaced_function_compares_calls() -> None:

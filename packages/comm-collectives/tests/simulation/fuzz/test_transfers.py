@@ -37,6 +37,7 @@ def test_transfers_end_as_they_must_on_every_rank_and_the_group_goes_on(
     ("name", "lenient"),
     [
         ("ask", lambda *_: None),  # nobody hears of a circle
+        ("pass_on", lambda *_: None),  # nobody knows for what others wait
         ("_owes", lambda *_: True),  # a rank that is late is taken for one that waits
     ],
 )

@@ -48,7 +48,7 @@ class History:
         `tell` gives every rank's bytes to every rank; `current` describes the call just made.
         """
         told = tell(b"".join(_ENTRY.pack(number, rolling) for number, rolling, _ in self._last))
-        views = [dict(_ENTRY.iter_unpack(_padded(text))) for text in told]
+        views = [dict(_ENTRY.iter_unpack(text)) for text in told]
         known = set(views[0]).intersection(*views[1:])
         for number in sorted(known):
             if len({view[number] for view in views}) > 1:
@@ -56,9 +56,3 @@ class History:
                     if own_number == number:
                         return f"call {number} was {head.describe()}"
         return f"a call before the last {_KEPT_CALLS} (found in {current})"
-
-
-def _padded(text: bytes) -> bytes:
-    # A control exchange strips the zeros at the end of what is told, which may belong to the last
-    # hash.
-    return text + bytes(-len(text) % _ENTRY.size)

@@ -20,6 +20,7 @@ from weakref import WeakSet, ref
 
 from comm_collectives._torch_private import completion_of
 from comm_collectives.base.transport import Pending
+from comm_collectives.call.devices.flight_record import unfinished_work
 from comm_collectives.call.devices.graphs import is_captured, refuse_captured
 from comm_collectives.call.devices.reports import Reports
 from comm_collectives.call.devices.verdict import DevicePlace, Stuck, Verdict, View, find_culprit
@@ -255,7 +256,13 @@ class Launches:
         _LOG.error("%s: %s", kind.__name__, self.failure[1])
         self._reports.tell({"failed": [kind.__name__, text]})
         self._reports.pump(0.0)
-        self._transport.abort()
+        # After the others were told: reading the recorder asks the device.
+        try:
+            if recorded := unfinished_work(self._name):
+                self.failure = kind, f"{self.failure[1]}; {recorded}"
+                _LOG.error("%s", recorded)
+        finally:
+            self._transport.abort()
 
 
 @final

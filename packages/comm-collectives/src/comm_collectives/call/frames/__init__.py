@@ -8,6 +8,7 @@ from comm_collectives.call.frames.frames import Frames as Frames
 from comm_collectives.call.frames.frames import Waiter as Waiter
 from comm_collectives.call.frames.link import NO_SIGNATURE as NO_SIGNATURE
 from comm_collectives.call.frames.link import Frame as Frame
+from comm_collectives.call.frames.link import Kind as Kind
 from comm_collectives.call.frames.link import Link as Link
 from comm_collectives.call.frames.link import Notice as Notice
 from comm_collectives.call.frames.memory import Pieces as Pieces

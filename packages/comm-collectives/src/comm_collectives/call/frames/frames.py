@@ -32,8 +32,9 @@ from comm_collectives.call.frames.link import (
     views_of,
 )
 
-_LOOK_S = 0.5  # how often a waiting rank looks whether its peers are still there
-_ASK_S = 0.1
+_LOOK_S = 0.5  # how often a waiting rank looks around, and before it says that it waits
+_ASK_S = 0.1  # how often it looks then, and for how long it
+_PRESSES_S = 2.0  # has waited
 
 
 @final
@@ -64,6 +65,12 @@ class Waiter(Protocol):
     def asked(self, peer: int, question: bytes) -> None:
         """Raise if a peer, which is missing, waits for this rank elsewhere."""
 
+    def stuck(self, told: Sequence[bytes]) -> None:
+        """Hear that the wait is long, and for what those that are missing say that they wait."""
+
+    def go_on(self) -> None:
+        """Hear that a wait is over that was long."""
+
 
 @final
 class Frames:
@@ -76,6 +83,7 @@ class Frames:
         self._links = {peer: Link(streams, peer, staged_bytes) for peer in others}
         self._notices: dict[int, Notice] = {}
         self._questions: dict[int, bytes] = {}
+        self._waits: dict[int, bytes] = {}  # what peers say of their own waits
         self._open: set[int] = set()  # peers whose payload of this step was not received yet
         self.settled = 0
         self.late: Sequence[int] = ()  # the peers for which a call waits, or waited last
@@ -159,27 +167,35 @@ class Frames:
         self.receive(None, waiter)
         return {peer: frame.part for peer, frame in told.items()}
 
-    def fail(self, number: int, kind: str, text: str) -> None:
+    def fail(self, number: int, kind: str, text: str, circle: str = "") -> None:
         """Leave a call by an error, and let the others know. Not collective."""
         self.drop()
         self.settle(number)
-        views = views_of(Kind.NOTICE, number, 0, part=f"{kind}\n{text}".encode())
+        views = views_of(Kind.NOTICE, number, 0, part=f"{kind}\n{circle}\n{text}".encode())
         for link in self._links.values():
             link.abandon()
             link.put(views)
 
-    def asked(self) -> dict[int, bytes]:
-        """Return for what peers wait elsewhere, as far as they have said so. Never waits."""
-        for peer in self._links:
-            self._next(peer)
-        return {peer: question for peer, question in self._questions.items() if question}
+    def waiting(self) -> tuple[dict[int, bytes], dict[int, int]]:
+        """Return what peers wait for elsewhere, and in which calls they are. Never waits."""
+        calls = {}
+        for peer, link in self._links.items():
+            _ = link.queue and link.flush()  # what was said while the peer was not connected
+            # What comes next of the others is payload.
+            frame = None if peer in self._open else self._next(peer)
+            if frame is not None and frame.kind == Kind.STEP:
+                calls[peer] = frame.number
+        return {peer: question for peer, question in self._questions.items() if question}, calls
 
-    def ask(self, peer: int, question: bytes) -> None:
-        """Tell a peer, which may be in a call, for what this rank waits; empty takes it back."""
-        self._links[peer].send(Kind.QUESTION, 0, 0, part=question)
+    def say(self, kind: Kind, peers: Sequence[int], text: bytes) -> None:
+        """Tell peers for what this rank waits: a question to them, or what they are to know."""
+        for peer in peers:
+            self._links[peer].send(kind, 0, 0, part=text)
         deadline_s = self._clock.now_s() + _ASK_S
-        while not self._links[peer].flush() and self._clock.now_s() < deadline_s:
-            self.streams.wait((), [peer], _ASK_S)
+        while (late := [p for p in peers if not self._links[p].flush()]) and (
+            self._clock.now_s() < deadline_s
+        ):
+            self.streams.wait((), late, _ASK_S)
 
     def settle(self, number: int) -> None:
         """Drop what still comes of calls up to this one, which all ranks have left."""
@@ -245,6 +261,8 @@ class Frames:
         while (frame := link.look()) is not None:
             if frame.kind == Kind.QUESTION:
                 self._questions[peer] = frame.part
+            elif frame.kind == Kind.WAITS:
+                self._waits[peer] = frame.part
             elif frame.number > self.settled:
                 if frame.kind != Kind.NOTICE:
                     return frame
@@ -268,27 +286,45 @@ class Frames:
         self, missing: Callable[[], list[int]], waiter: Waiter, *, sends_all: bool = True
     ) -> None:
         """Move bytes until nothing is missing (and, with `sends_all`, all is sent)."""
-        deadline_s = 0.0
-        while True:
-            self.late = waits = missing()
-            sends = [p for p, link in self._links.items() if link.queue and not link.flush()]
-            if not waits and not (sends and sends_all):
-                return
-            gone = self.streams.gone()
-            if gone and any(peer in gone for peer in waits):
-                # It may have sent what is missing before it went.
-                lost = [peer for peer in missing() if peer in gone]
-                if lost:
-                    raise waiter.not_all_here(lost, lost)
-                continue
-            now_s = self._clock.now_s()
-            if not deadline_s:
-                deadline_s, self.waits_since_s = now_s + waiter.limit_s, now_s
-            if now_s >= deadline_s:
-                raise waiter.not_all_here(waits or sends, ())
-            for peer in self._questions.keys() & waits:
-                question = self._questions.pop(peer)  # once, if it ends the call
-                if question:
-                    waiter.asked(peer, question)
-                    self._questions[peer] = question
-            self.streams.wait(waits, sends, min(deadline_s - now_s, _LOOK_S))
+        deadline_s, is_stuck = 0.0, False
+        try:
+            while True:
+                self.late = waits = missing()
+                sends = [p for p, link in self._links.items() if link.queue and not link.flush()]
+                if not waits and not (sends and sends_all):
+                    return
+                if self._lose(missing, waits, waiter):
+                    continue
+                now_s, look_s = self._clock.now_s(), _LOOK_S
+                if not deadline_s:
+                    deadline_s, self.waits_since_s = now_s + waiter.limit_s, now_s
+                if now_s >= deadline_s:
+                    raise waiter.not_all_here(waits or sends, ())
+                if waits and now_s >= self.waits_since_s + _LOOK_S:
+                    is_stuck = True
+                    waiter.stuck([self._waits[peer] for peer in waits if peer in self._waits])
+                    if now_s < self.waits_since_s + _PRESSES_S:
+                        look_s = _ASK_S
+                self._answer(waits, waiter)
+                self.streams.wait(waits, sends, min(deadline_s - now_s, look_s))
+        finally:
+            if is_stuck:
+                waiter.go_on()
+
+    def _answer(self, waits: Sequence[int], waiter: Waiter) -> None:
+        """Show the questions of those that are missing; once, if one ends the call."""
+        for peer in self._questions.keys() & waits:
+            question = self._questions.pop(peer)
+            if question:
+                waiter.asked(peer, question)
+                self._questions[peer] = question
+
+    def _lose(self, missing: Callable[[], list[int]], waits: Sequence[int], waiter: Waiter) -> bool:
+        """Raise if one that is waited for is gone; whether one was, which had sent it before."""
+        gone = self.streams.gone()
+        if not gone or not any(peer in gone for peer in waits):
+            return False
+        lost = [peer for peer in missing() if peer in gone]
+        if lost:
+            raise waiter.not_all_here(lost, lost)
+        return True

@@ -33,13 +33,14 @@ NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 
 
 class Kind(IntEnum):
-    """What a frame is: a step of a call, a text about one, word that this rank left one, or that it
-    waits elsewhere."""
+    """What a frame is: a step of a call, a text about one, word that this rank left one, that it
+    waits elsewhere for the peer, or for what it waits itself."""
 
     STEP = 1
     TEXT = 2
     NOTICE = 3
     QUESTION = 4
+    WAITS = 5
 
 
 @final
@@ -57,12 +58,13 @@ class Frame(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A peer left call `number` with an error of class `kind`."""
+    """A peer left call `number` with an error of class `kind`, in a `circle` of waits if any."""
 
     peer: int
     number: int
     kind: str
     text: str
+    circle: str = ""
 
 
 @final
@@ -161,7 +163,9 @@ class Link:
             return None
         while True:
             if self._skipped:
-                self._skip()
+                staged = min(self._end - self._at, self._skipped)
+                self._at += staged
+                self._skipped -= staged
             at, there = self._at, self._end - self._at
             if there >= _HEAD_BYTES and not self._skipped:
                 head = bytes(self._view[at : at + _HEAD_BYTES])
@@ -246,14 +250,9 @@ class Link:
             if has_end:
                 copied[-1] = 1
             views[:] = [memoryview(copied)]
-        words = (Kind.NOTICE, Kind.QUESTION)
+        words = (Kind.NOTICE, Kind.QUESTION, Kind.WAITS)
         kept = [views for views in self.queue if _PREFIX.unpack_from(views[0])[1] in words]
         self.queue = [*begun, *kept]
-
-    def _skip(self) -> None:
-        staged = min(self._end - self._at, self._skipped)
-        self._at += staged
-        self._skipped -= staged
 
     def _refuse(self) -> NoReturn:
         raise CommError(
@@ -339,5 +338,5 @@ def _has_end(frame: object) -> bool:
 
 def notices_of(frame: Frame, peer: int) -> Notice:
     """Read a frame of the kind NOTICE."""
-    kind, _, text = frame.part.decode(errors="replace").partition("\n")
-    return Notice(peer, frame.number, kind, text)
+    kind, circle, text = frame.part.decode(errors="replace").split("\n", 2)
+    return Notice(peer, frame.number, kind, text, circle)

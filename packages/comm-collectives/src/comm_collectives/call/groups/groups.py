@@ -11,6 +11,7 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from numbers import Real
 from operator import index
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
-from comm_collectives._torch_private import Store, default_store, graph_break
+from comm_collectives._torch_private import Store, default_store, graph_break, process_groups
 from comm_collectives.base.streams import SocketStreams, Streams
 from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
@@ -41,6 +42,7 @@ class Ordered:
         self.worker: Any = None  # a handles.Worker, which is made on top of this
         self.last_call = 0
         self.is_alone = False  # the other ranks do not exist; see `simulation.stand_alone`
+        self.users: set[int] = set()  # the threads of the program that make calls or transfers
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""
@@ -68,8 +70,10 @@ class GroupState(Ordered):
         name: str,
         transport: Transport,
         backend_of: Mapping[str, str],
+        groups: "Callable[[], Sequence[GroupState]] | None" = None,
     ) -> None:
         super().__init__(name, ranks)
+        self._groups = groups  # all of this rank
         self.rank = rank
         self.transport = transport
         self.backend_of = backend_of
@@ -80,6 +84,7 @@ class GroupState(Ordered):
         self.pending = PendingBackwards()  # that this rank owes
         self.history = History()  # the calls since the last comparison, where not all are compared
         self.lane: Any = None  # a pairs.Lane, made on top of this: what two ranks send each other
+        self.questions: Any = None  # a pairs.Questions, likewise: who waits for this rank
         self.launches: Any = None  # a devices.Launches, made on top of this
         # Opens streams for ranks that are no processes, and start no threads of their own either.
         self.opener: Callable[[str], Streams] | None = None
@@ -89,6 +94,10 @@ class GroupState(Ordered):
         self.failed_calls: list[int] = []  # in which this rank failed
         # Told of each all-to-all: the call's name and the bytes for each rank.
         self.observers: list[Callable[[str, Sequence[int]], None]] = []
+
+    def siblings(self) -> "Sequence[GroupState]":
+        """Return what this rank knows of all its groups, this one among them."""
+        return [self] if self._groups is None else self._groups()
 
     def store(self) -> Store:
         """Return where the ranks find each other, and report failures.
@@ -188,7 +197,7 @@ def group_state(group: Group | None) -> GroupState:
     resolved = resolve_group(group)
     state = _STATES.get(resolved)
     if state is None:
-        backend_of = _parse_backends(get_backend_config(resolved))
+        backend_of = dict(item.split(":") for item in get_backend_config(resolved).split(","))
         moves_device = any(k != "cpu" and b != "gloo" for k, b in backend_of.items())
         new = GroupState(
             rank=resolved.rank(),
@@ -196,10 +205,22 @@ def group_state(group: Group | None) -> GroupState:
             name=resolved.group_name,
             transport=TorchTransport(resolved, moves_device=moves_device),
             backend_of=backend_of,
+            groups=_states_of_process,
         )
         # Two threads may come at once, and have to find the same.
         state = _STATES.setdefault(resolved, new)
     return state
+
+
+def _states_of_process() -> list[GroupState]:
+    """All groups of this process that move data on the host, and all that were used."""
+    found = []
+    for group in process_groups():
+        with suppress(RuntimeError, ValueError, KeyError):  # one that is being destroyed
+            state = group_state(group)
+            if state.moves_on_host or state.frames is not None:
+                found.append(state)
+    return found
 
 
 @graph_break
@@ -267,8 +288,3 @@ def check_timeout(timeout_s: float | None) -> None:
             f"timeout_s={timeout_s} must be positive and at most {threading.TIMEOUT_MAX:.0e}, or "
             "None for the group's own limit"
         )
-
-
-def _parse_backends(config: str) -> dict[str, str]:
-    pairs = (item.split(":") for item in config.split(","))
-    return {device: backend for device, backend in pairs}

@@ -1,4 +1,4 @@
-"""Count the bytes that this rank sends in all-to-all exchanges: what a plan promised, measured.
+"""Count the bytes that this rank sends in exchanges and gathers: what a plan promised, measured.
 
 Padding and everything else that travels with rows is in the figures, unlike what calls compare and
 the counts of rows. Backwards are counted under names of their own.

@@ -27,9 +27,6 @@ class Caught(AbstractContextManager["Caught"]):
         self._passing = passing
         self.error: BaseException | None = None
 
-    def __enter__(self) -> "Caught":
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -9,6 +9,7 @@ the caller's stream behind it. If devices have one queue, the program waits unti
     total = handle.wait()
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -198,6 +199,8 @@ def launch(
     if async_op:
         refuse_captured(name, "async_op=True runs it on another thread", "leave async_op out")
     worker = state.worker
+    if worker is None or not worker.is_here():
+        state.users.add(threading.get_ident())
     if not async_op and (worker is None or worker.is_here() or not worker.is_busy):
         with state.lock:
             return run()

@@ -34,7 +34,7 @@ from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import Awaiting, Worker
 from comm_collectives.call.pairs.held import Launch
 from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
-from comm_collectives.call.pairs.questions import LOOKS, Question, Questions
+from comm_collectives.call.pairs.questions import LOOKS, Questions
 from comm_collectives.call.pairs.transfer import SendHandle, Transfer
 from comm_collectives.call.signature import current_site
 from comm_collectives.errors import CollectiveTimeoutError, CommError, MismatchError
@@ -59,7 +59,7 @@ class Lane:
         self.pairs = {
             r: Pair(streams, r, state.transport, self.changed, _launcher(state)) for r in others
         }
-        self.questions = Questions(self.pairs)
+        self.questions = Questions.of(state, Lane.of)
         self._workers: dict[tuple[int, str], Worker] = {}
         # A queue that a finaliser may put into.
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -76,6 +76,7 @@ class Lane:
                     lane = state.lane = Lane(state)
         if uses:
             lane.questions.users.add(threading.get_ident())
+            state.users.add(threading.get_ident())
         return lane
 
     def send(
@@ -164,15 +165,6 @@ class Lane:
         except RuntimeError as error:
             raise transfer.explain(error) from error
         return ticket.message
-
-    def deny(
-        self, peer: int, question: Question, number: int, own: str, awaiting: Awaiting | None
-    ) -> str | None:
-        """See Questions."""
-        why = self.questions.deny(peer, question, number, own, awaiting)
-        if why is not None:
-            self.later(int)
-        return why
 
     def expect(self, src: int) -> None:
         """Have the next ordinary message of a rank read ahead."""
@@ -344,8 +336,10 @@ class Lane:
                     self.later(int)
                     raise error
         if pair.awaited is not None and transfer.src == transfer.peer and transfer.holds:
-            question, own = self.questions.awaited(pair.awaited, transfer.peer), _placed(transfer)
-            why = self.deny(transfer.peer, question, 0, own, transfer.awaiting)
+            question, own = self.questions.awaited(pair.awaited), _placed(transfer)
+            why = self.questions.deny(
+                transfer.state, transfer.peer, question, 0, own, transfer.awaiting
+            )
             if why is not None:
                 raise MismatchError(f"{own}: {why}")
 

@@ -35,6 +35,7 @@ class Word(IntEnum):
     AWAITED = 6  # this rank waits for this message of yours, and does nothing else
     STUCK = 7  # this message will never come, and why
     GRANTED = 8  # the devices' data of this message of yours may be queued now
+    WAITS = 9  # for what this rank waits, for which you wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ class Pair:
         self.void: set[tuple[int, int]] = set()  # key and place of messages that ended in an error
         self.said: deque[Said] = deque(maxlen=_KEPT_WORDS)
         self.awaited: Said | None = None  # the message for which the peer waits, if it said so
+        self.chain = b""  # what it says of its own wait
 
     def send(
         self, tensors: Sequence[torch.Tensor], kinds: Sequence[str], key: int, flags: int
@@ -162,6 +164,11 @@ class Pair:
     def has_refused(self, key: int, place: int) -> bool:
         """Whether the peer has said that a message is of no use to it."""
         return (Word.REFUSED, key, place) in ((one.word, one.key, one.place) for one in self.said)
+
+    def is_receiving(self, key: int, place: int) -> bool:
+        """Whether a message has begun to come, so that somebody reads it."""
+        header = self._header
+        return header is not None and (header[0].number, header[0].step) == (key, place)
 
     def post(self, ticket: Ticket) -> None:
         """Ask for the next message of the ticket's key; call with `changed` held."""
@@ -252,6 +259,8 @@ class Pair:
             self.held.grant(said.key, said.place)
         elif said.word == Word.AWAITED:
             self.awaited = said if text else None
+        elif said.word == Word.WAITS:
+            self.chain = frame.part
         else:
             self.said.append(said)
 

@@ -7,7 +7,7 @@ are made, and ranks may end in errors of different classes.
     Transfers(Draw(seed=5, size=8, has_tokens=[True] * 8)).call(rank)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,16 @@ from comm_collectives.simulation.fuzz.cases import Case, Draw, Results
 _LONG_S = 10.0  # longer than all that ranks may be late
 _SIZES, _LARGE = (0, 1, 200, 30_000), 300_000  # floats; the large ones find no room under way
 _LONGEST_CIRCLE = 5
+_TURNS, _LATE_S = 6, 1.2  # together within the limit
 _DTYPES = (torch.float32, torch.int16)
+
+
+class _Turn(NamedTuple):
+    """What some ranks do together, in a group of their own; the last one comes late."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    late_s: float
 
 
 class _Edge(NamedTuple):
@@ -55,6 +64,7 @@ class _At:
     first: int
     length: int
     is_calm: bool
+    script: "Sequence[_Turn]"
 
     @property
     def place(self) -> int:
@@ -163,6 +173,47 @@ def _circle_of_all_kinds(at: _At) -> None:
         recv(src=at.first, timeout_s=_LONG_S, **at.how)
 
 
+def _circle_over_groups(at: _At) -> None:
+    """Each waits for the next one in a group of these two, in a transfer or in a call."""
+    size, links = at.rank.size, range(at.length)
+    ranks = [(at.first + i) % size for i in links]
+    groups = [(ranks[i], ranks[(i + 1) % at.length]) for i in links]
+    mine = {i: at.rank.subgroup(groups[i]) for i in links if at.rank.rank in groups[i]}
+    if at.place < at.length:
+        how: Any = {"group": mine[at.place], "timeout_s": _LONG_S}
+        in_call = (at.place + at.first) % 3 > 0
+        at.expect(
+            MismatchError,
+            lambda: all_reduce(torch.ones(3), **how) if in_call else recv(src=1, **how),
+        )
+    for group in mine.values():
+        all_reduce(torch.ones(1), group=group)  # it goes on
+
+
+def _groups_in_order(at: _At) -> None:
+    """Calls and transfers in groups that overlap, in an order in which all of them come about."""
+    handles: list[Any] = []
+    for turn in at.script:
+        if at.rank.rank not in turn.ranks:
+            continue
+        how: Any = {"group": at.rank.subgroup(turn.ranks), "timeout_s": _LONG_S}
+        how["async_op"] = turn.kind.startswith("async")
+        place = turn.ranks.index(at.rank.rank)
+        if place == len(turn.ranks) - 1:
+            at.rank.sleep(turn.late_s)
+        got: Any = None
+        if turn.kind.endswith("call"):
+            got = all_reduce(torch.ones(_LARGE if turn.late_s > 1 else 3), **how)
+        elif place == 0:
+            got = recv(src=1, **how)
+        elif place == 1:
+            got = send(torch.ones(_LARGE), dst=0, **how)
+        if how["async_op"] and got is not None:
+            handles.append(got)
+    for handle in handles:
+        handle.wait()
+
+
 def _other_tensor(at: _At) -> None:
     """Another size or dtype, a list for a tensor: named by the receiver, and the next is right."""
     group, to = at.rank.group, (at.first + 1) % at.rank.size
@@ -229,11 +280,13 @@ _RIGHT: dict[str, Callable[[_At], None]] = {
     "asynchronous transfers": _asynchronous,
     "batch_isend_irecv": _batch,
     "a chain with gradients": _chain,
+    "groups in order": _groups_in_order,
 }
 _WAYS = {
     **_RIGHT,
     "a circle of receives": _circle_of_receives,
     "a circle with a send": _circle_of_all_kinds,
+    "a circle over groups": _circle_over_groups,
     "another tensor": _other_tensor,
     "another tag": _other_tag,
     "a transfer against a call": _against_a_call,
@@ -253,12 +306,17 @@ class Transfers(Case):
         self._edges = []
         for tag in range(chance.randint(1, draw.size)):
             src, away = chance.randrange(draw.size), chance.randrange(1, draw.size)
-            kind = chance.choice(_SIZES), chance.choice(_DTYPES)
-            self._edges.append(_Edge(src, (src + away) % draw.size, tag, *kind))
+            length, dtype = chance.choice(_SIZES), chance.choice(_DTYPES)
+            self._edges.append(_Edge(src, (src + away) % draw.size, tag, length, dtype))
+        self._script = []
+        for _ in range(_TURNS):
+            some = chance.sample(range(draw.size), min(chance.randint(2, 4), draw.size))
+            kind = chance.choice(("call", "transfer", "async call", "async transfer"))
+            self._script.append(_Turn(kind, tuple(some), chance.uniform(0.0, _LATE_S)))
 
     def call(self, rank: SimRank) -> Results:
         """Raise if something else came than was sent, or an error is not as it must be."""
-        at = _At(rank, self._edges, self._first, self._length, self._is_calm)
+        at = _At(rank, self._edges, self._first, self._length, self._is_calm, self._script)
         # Simulated ranks take part in a backward that they owe in their next call only.
         all_reduce(torch.ones(1), group=rank.group)
         _WAYS[self.name](at)

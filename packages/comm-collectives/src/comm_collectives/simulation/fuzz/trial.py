@@ -143,7 +143,8 @@ class Trial:
     def _cases(self, scenario: Scenario) -> list[Case]:
         cases = []
         for at, call in enumerate(scenario.calls):
-            empty = {f.rank for f in scenario.faults.faults if _empties(f, at)}
+            faults = [f for f in scenario.faults.faults if isinstance(f, ZeroTokens)]
+            empty = {fault.rank for fault in faults if fault.call == at}
             draw = Draw(
                 seed=self.seed * len(KINDS) + call,
                 size=scenario.num_ranks,
@@ -231,7 +232,3 @@ def _is_harmless(faults: FaultSchedule) -> bool:
     late_s = sum(fault.delay_s for fault in faults.faults if isinstance(fault, Delay))
     kinds = (Delay, ZeroTokens)
     return late_s < _LIMIT_S and all(isinstance(fault, kinds) for fault in faults.faults)
-
-
-def _empties(fault: object, call: int) -> bool:
-    return isinstance(fault, ZeroTokens) and fault.call == call
