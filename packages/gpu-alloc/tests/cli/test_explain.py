@@ -84,3 +84,15 @@ def test_plot_writes_a_picture_or_a_snapshot(
     assert len(load_trace("a.pickle")) == len(load_trace(trace))
     assert main(["plot", trace, "-o", "a.png"]) == 2
     assert "write a .svg" in capsys.readouterr().err
+
+
+def test_a_trace_that_allocates_nothing_is_named_in_place_of_an_empty_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "marks.jsonl")
+    save_trace([TraceEvent(action="mark", note="step 1")], path)
+    assert main(["info", path]) == 0
+    assert "the trace allocates nothing" in capsys.readouterr().out
+    assert main(["plot", path, "-o", str(tmp_path / "a.svg")]) == 2
+    assert "the trace allocates nothing" in capsys.readouterr().err
+    assert not (tmp_path / "a.svg").exists()

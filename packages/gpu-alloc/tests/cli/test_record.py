@@ -47,6 +47,16 @@ def test_a_script_that_raises_leaves_its_trace(tmp_path: Path) -> None:
     assert load_trace(tmp_path / "trace.jsonl")[0].size_bytes == 40
 
 
+def test_a_missing_file_of_the_script_is_its_own_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _record(tmp_path, "import torch\nkept = torch.zeros(10)\nopen('/nowhere/at/all')\n")
+    assert ended.value.code == 1
+    assert 'script.py", line 3' in capsys.readouterr().err
+    assert load_trace(tmp_path / "trace.jsonl")[0].size_bytes == 40
+
+
 def test_cupy_is_recorded_in_all_threads(tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="the script uses CuPy")
     out = tmp_path / "trace.jsonl"

@@ -2,7 +2,7 @@ import random
 from itertools import pairwise
 
 from gpu_alloc.core.block import Block, Chunk
-from gpu_alloc.core.free_list import FreeList, bin_index
+from gpu_alloc.core.free_list import ADDRESS_MASK, FreeList, bin_index
 
 
 def _block(ptr, size):
@@ -41,11 +41,17 @@ def test_every_find_is_the_smallest_fit_at_the_lowest_address():
             fits = [b for b in model if b.size >= size]
             best = min(fits, key=lambda b: (b.size, b.ptr), default=None)
             key = free.find(size)
-            found = free.block_of(key) if key else None
+            found = free.blocks[key & ADDRESS_MASK] if key else None
             assert found is best, f"seed {seed}, step {step}, size {size}"
             if best is not None:
-                free.remove(best.ptr, best.size)
                 model.remove(best)
+                if rng.random() < 0.5:
+                    now = _block(best.ptr, rng.choice((512, best.size, best.size + 512)))
+                    free.resize(best.ptr, best.size, now.size)
+                    free.blocks[best.ptr] = now
+                    model.append(now)
+                else:
+                    free.remove(best.ptr, best.size)
         assert len(free) == len(model)
         assert free.total_bytes == sum(b.size for b in model)
         assert free.largest_bytes() == max((b.size for b in model), default=0), f"seed {seed}"

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from gpu_alloc import (  # noqa: E402
     TraceEvent,
     TwoPoolAllocator,
     check_snapshot,
+    minimal_capacity,
     plan_step,
 )
-from gpu_alloc.cupy import HostBackend, TraceHook, uninstall, use  # noqa: E402
+from gpu_alloc.cupy import CupyBackend, HostBackend, TraceHook, uninstall, use  # noqa: E402
+from gpu_alloc.sources import ChunkSource, HostSource, PagedAddressSource  # noqa: E402
 from gpu_alloc.trace import tune  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::gpu_alloc.errors.CudaVersionWarning")
@@ -51,7 +54,8 @@ def _placements(events: list[TraceEvent]) -> list[tuple[int, int, int]]:
     return [(e.chunk, e.offset_bytes, e.size_bytes) for e in events if e.action == "alloc"]
 
 
-def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [True, False])
+def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path, pages: bool) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     # Record, on as much memory as the program likes.
     backend = HostBackend()
@@ -61,7 +65,7 @@ def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path) -> None:
     gc.collect()
     uninstall()
     # Tune, and run again on exactly the capacity that was named.
-    tuned = tune(hook.events)
+    tuned = tune(hook.events, virtual_memory=pages)
     tuned.save(tmp_path / "tuned.toml")
     small = HostBackend(tuned.capacity_bytes)
     pool = use(tmp_path / "tuned.toml", backend=small)
@@ -73,9 +77,9 @@ def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path) -> None:
     uninstall()
     assert small.source_of_host.used_bytes == 0
     # What was placed is what a replay of the first recording places, byte for byte.
-    replayed = TwoPoolAllocator(
-        AddressSource(tuned.capacity_bytes, granularity_bytes=4096), tuned.config
-    )
+    mapped = tuned.config.use_virtual_memory
+    kind = PagedAddressSource if mapped else partial(AddressSource, granularity_bytes=4096)
+    replayed = TwoPoolAllocator(kind(tuned.capacity_bytes), tuned.config)
     replayed.start_recording()
     live: dict[int, int] = {}
     for event in hook.events:
@@ -85,6 +89,73 @@ def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path) -> None:
             replayed.free(live.pop(event.block_id))
     assert _placements(recorded) == _placements(replayed.stop_recording()), f"seed {seed}"
     assert len(recorded) == len(hook.events) == len(again.events)
+
+
+class _TakenHook(cupy.cuda.MemoryHook):  # type: ignore[misc]  # cupy has no types
+    """Adds up what comes from the device."""
+
+    name = "taken"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def alloc_postprocess(self, **facts: int) -> None:
+        self.sizes.append(facts["mem_size"])
+
+
+def test_a_program_runs_on_pages_as_replayed_and_hooks_see_them_taken() -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    backend = HostBackend()
+    use(backend=backend)
+    with TraceHook(backend=backend) as hook:
+        _program(seed, backend)
+    gc.collect()
+    uninstall()
+    config = AllocatorConfig(use_virtual_memory=True)
+    capacity_bytes = minimal_capacity(hook.events, config)
+    small = HostBackend(capacity_bytes)
+    pool = use(config, backend=small)
+    pool.allocator().start_recording()
+    with _TakenHook() as taken:
+        _program(seed, small)
+    gc.collect()
+    recorded = pool.allocator().stop_recording()
+    uninstall()
+    assert small.source_of_host.used_bytes == 0
+    assert taken.sizes, f"seed {seed}"
+    assert not any(size % (2 << 20) for size in taken.sizes)
+    replayed = TwoPoolAllocator(PagedAddressSource(capacity_bytes), config)
+    replayed.start_recording()
+    live: dict[int, int] = {}
+    for event in hook.events:
+        if event.action == "alloc":
+            live[event.block_id] = replayed.malloc(event.size_bytes, event.stream).ptr
+        else:
+            replayed.free(live.pop(event.block_id))
+    assert _placements(recorded) == _placements(replayed.stop_recording()), f"seed {seed}"
+
+
+class _WithoutPages(CupyBackend):
+    def device_id(self) -> int:
+        return 0
+
+    def stream(self) -> int:
+        return 0
+
+    def source(self, device_id: int) -> ChunkSource:
+        return HostSource()
+
+    def total_bytes(self) -> int:
+        return 0
+
+
+def test_a_backend_without_pages_says_what_to_set() -> None:
+    pool = use(AllocatorConfig(use_virtual_memory=True), backend=_WithoutPages())
+    try:
+        with pytest.raises(ValueError, match=r"_WithoutPages has no source of pages .*to False"):
+            pool.malloc(1)
+    finally:
+        uninstall()
 
 
 def _step(sizes: list[int], backend: HostBackend) -> None:

@@ -1,6 +1,7 @@
 import gc
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, replay  # noqa: E402
 from gpu_alloc.torch import TraceRecorder  # noqa: E402
+from ranktest import run_ranks  # noqa: E402
 
 
 def live_bytes(events: list[TraceEvent]) -> int:
@@ -61,10 +63,26 @@ def test_fake_and_real_runs_of_a_step_allocate_the_same() -> None:
             layer(torch.ones(7, 32)).square().mean().backward()
         return [event.size_bytes for event in recorder.events if event.action == "alloc"]
 
-    with FakeTensorMode():
-        fake = step()
-    assert fake == step()
+    def both(*_: int) -> tuple[list[int], list[int]]:
+        with FakeTensorMode():
+            fake = step()
+        return fake, step()
+
+    # In a process of its own: fake tensors start threads, after which nothing can be forked.
+    fake, real = run_ranks(both, 1, init=False)[0]
+    assert fake == real
     assert len(fake) > 5
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_an_operator_that_writes_into_memory_allocates_none(fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.no_grad(), TraceRecorder() as recorder:
+        left, whole = torch.ones(16), torch.empty(64)
+        torch.add(left, left, out=whole[16:32])
+        torch.topk(left, 2, out=(whole[:2], torch.empty(2, dtype=torch.int64)))
+        whole[32:].add_(1)
+    sizes = [event.size_bytes for event in recorder.events if event.action == "alloc"]
+    assert sizes == [64, 256, 16]
 
 
 def test_empty_tensors_and_inplace_operators_record_nothing() -> None:
@@ -85,6 +103,70 @@ def test_narrow_types_are_sized_by_their_storage(name: str) -> None:
         kept = torch.empty(96, dtype=dtype)
     assert recorder.events[0].size_bytes == kept.untyped_storage().nbytes()
     assert recorder.events[0].size_bytes == 96 * (2 if name == "bfloat16" else 1)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_a_storage_that_is_resized_gives_its_memory_back_and_takes_other(fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.no_grad(), TraceRecorder() as recorder:
+        weight = torch.zeros(1000)
+        recorder.label("parameters", [weight])
+        weight.untyped_storage().resize_(0)
+        assert live_bytes(recorder.events) == 0
+        recorder.mark("step")
+        recorder.mark("step")
+        recorder.forget("step")
+        weight.untyped_storage().resize_(4000)
+        assert live_bytes(recorder.events) == 4000
+        grown = torch.zeros(10)
+        grown.resize_(500)
+        torch.add(torch.ones(700), 1.0, out=grown.resize_(0))
+        assert live_bytes(recorder.events) == 4000 + 2800
+        del grown, weight
+        gc.collect()
+    assert live_bytes(recorder.events) == 0
+    allocated = [(e.size_bytes, e.note) for e in recorder.events if e.action == "alloc"]
+    assert (4000, "parameters") in allocated, "memory taken again is what it was before"
+    torch.zeros(10).untyped_storage().resize_(0)
+    assert len([e for e in recorder.events if e.action == "alloc"]) == len(allocated)
+
+
+def test_threads_that_start_meanwhile_are_recorded_if_asked_for() -> None:
+    def recorded(all_threads: bool) -> list[int]:
+        made = []
+        thread = threading.Thread(target=lambda: made.append(torch.zeros(1000)))
+        with TraceRecorder(all_threads=all_threads) as recorder:
+            thread.start()
+            thread.join()
+            made.append(made[0] + 1)
+            made.clear()
+        assert live_bytes(recorder.events) == 0
+        return [event.size_bytes for event in recorder.events if event.action == "alloc"]
+
+    assert recorded(all_threads=True) == [4000, 4000]
+    assert recorded(all_threads=False) == [4000]
+    started = []
+    thread = threading.Thread(target=lambda: started.append(sys.getprofile()))
+    thread.start()
+    thread.join()
+    assert started == [threading.getprofile()], "nothing is left behind"
+
+
+def test_a_thread_that_outlives_the_recording_records_no_longer() -> None:
+    recorder, seen, go_on = TraceRecorder(all_threads=True), threading.Event(), threading.Event()
+
+    def work() -> None:
+        torch.zeros(8)
+        seen.set()
+        go_on.wait()
+        torch.zeros(16)
+
+    thread = threading.Thread(target=work)
+    with recorder:
+        thread.start()
+        seen.wait()
+    go_on.set()
+    thread.join()
+    assert [event.size_bytes for event in recorder.events] == [32, 32]
 
 
 def test_phases_are_marked_also_when_they_raise() -> None:

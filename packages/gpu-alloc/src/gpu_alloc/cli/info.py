@@ -36,6 +36,9 @@ def _run_info(arguments: argparse.Namespace) -> int:
     print(f" at event {summary.peak_event}{where}")
     print(f"live at the end {format_bytes(summary.live_at_end_bytes)}")
     print(f"largest request {format_bytes(summary.largest_bytes)}")
+    if not summary.num_allocations:
+        print("the trace allocates nothing; record a program that does")
+        return 0
     print("live at the peak, by the line that asked:")
     for line, size in summary.peak_by_line[:_LINES]:
         print(f"  {format_bytes(size):>12}  {line or 'not known'}")

@@ -2,6 +2,7 @@
 
     gpu-alloc record train.py --steps 3
     gpu-alloc replay trace.jsonl --capacity-bytes 80GiB
+    gpu-alloc run --settings tuned.toml train.py --steps 3
 
 Invariant: exit status 0 means done, 1 that the trace ran out of memory, 2 that the input was wrong.
 """
@@ -18,6 +19,7 @@ from gpu_alloc.cli.plan import add_plan
 from gpu_alloc.cli.plot import add_plot
 from gpu_alloc.cli.record import add_record
 from gpu_alloc.cli.replay import add_replay
+from gpu_alloc.cli.run import add_run
 from gpu_alloc.cli.sizes import add_sizes
 from gpu_alloc.cli.tune import add_tune
 from gpu_alloc.errors import AllocError
@@ -31,6 +33,7 @@ _COMMANDS = (
     add_plan,
     add_plot,
     add_replay,
+    add_run,
     add_sizes,
     add_config,
 )
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="gpu-alloc",
-        description="A two-pool best-fit GPU allocator: record and replay allocation traces.",
+        description="A two-pool best-fit GPU allocator: record, replay, tune; run scripts on it.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in _COMMANDS:

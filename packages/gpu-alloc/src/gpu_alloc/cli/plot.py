@@ -27,6 +27,8 @@ def add_plot(commands: Commands) -> None:
 
 def _run_plot(arguments: argparse.Namespace) -> int:
     trace, config = load_trace(arguments.trace), effective_config(arguments)
+    if all(event.action != "alloc" for event in trace):
+        raise AllocValueError("the trace allocates nothing; record a program that does")
     if arguments.out.suffix == ".pickle":
         save_torch_snapshot(trace, arguments.out, config)
     elif arguments.out.suffix == ".svg":

@@ -2,29 +2,26 @@
 
     gpu-alloc record -o trace.jsonl train.py --steps 3
 
-CuPy's allocations are recorded by `TraceHook` in all threads, torch's by `TraceRecorder`; which of
-the two libraries is hooked is said by `--of`, or is all that are installed. Each has memory of its
-own and hence its trace.
+CuPy's allocations are recorded by `TraceHook`, torch's by `TraceRecorder`, both in all threads;
+which of the two libraries is hooked is said by `--of`, or is all that are installed. Each has
+memory of its own and hence its trace.
 
 Invariant: the script ends as it would alone, with its exit status or its traceback, and what was
 recorded until then is written.
 """
 
 import argparse
-import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_alloc.cli.options import Commands
-from gpu_alloc.errors import AllocValueError
+from gpu_alloc.cli.program import add_program, libraries_of, run_program
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.trace import save_trace
 
-_LIBRARIES = ("cupy", "torch")
 _Traces = Callable[[], dict[str, list[TraceEvent]]]
 
 
@@ -32,44 +29,21 @@ def add_record(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("record", help="run a script and record what it allocates")
     parser.add_argument("-o", "--out", default="trace.jsonl", type=Path, help="the trace to write")
-    parser.add_argument(
-        "--of",
-        choices=_LIBRARIES,
-        action="append",
-        help="whose allocations; may be given twice (default: of what is installed)",
-    )
-    parser.add_argument("script", help="the Python script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    add_program(parser)
     parser.set_defaults(run=_run_record)
 
 
 def _run_record(arguments: argparse.Namespace) -> int:
-    libraries = arguments.of or [name for name in _LIBRARIES if find_spec(name) is not None]
-    if not libraries:
-        raise AllocValueError("neither CuPy nor torch is installed, so nothing can be recorded")
-    if not Path(arguments.script).is_file():
-        raise AllocValueError(f"{arguments.script} is no file; give the script to run")
+    libraries = libraries_of(arguments)
     traces: list[_Traces] = []
     try:
         with ExitStack() as stack:
             for name in libraries:
                 traces.append(stack.enter_context(_RECORDERS[name]()))
-            stack.enter_context(_as_program(arguments.script, arguments.args))
-            runpy.run_path(arguments.script, run_name="__main__")
+            run_program(arguments.script, arguments.args)
     finally:
         _write({k: v for found in traces for k, v in found().items()}, arguments.out)
     return 0
-
-
-@contextmanager
-def _as_program(script: str, args: list[str]) -> Iterator[None]:
-    """What Python itself sets for a script: its arguments, and its folder as the first path."""
-    argv, path = sys.argv, sys.path[:]
-    sys.argv, sys.path[:1] = [script, *args], [str(Path(script).resolve().parent)]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
 
 
 @contextmanager
@@ -81,7 +55,7 @@ def _of_cupy() -> Iterator[_Traces]:
 
 @contextmanager
 def _of_torch() -> Iterator[_Traces]:
-    recorder = import_module("gpu_alloc.torch").TraceRecorder()
+    recorder = import_module("gpu_alloc.torch").TraceRecorder(all_threads=True)
     with recorder:
         yield lambda: {"torch": recorder.events}
 

@@ -29,6 +29,12 @@ def add_tune(commands: Commands) -> None:
         default=0.05,
         help="how often memory may be taken from the device or given back; each waits for it",
     )
+    parser.add_argument(
+        "--virtual-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="try use_virtual_memory, too, for programs that run where pages can be mapped",
+    )
     add_json(parser)
     parser.set_defaults(run=_run_tune)
 
@@ -38,6 +44,7 @@ def _run_tune(arguments: argparse.Namespace) -> int:
         load_trace(arguments.trace),
         first=arguments.first,
         calls_per_event=arguments.calls_per_event,
+        virtual_memory=arguments.virtual_memory,
     )
     if arguments.out is not None:
         tuned.save(arguments.out)

@@ -53,6 +53,9 @@ class Allocation(NamedTuple):
     size: int
 
 
+_new_tuple = tuple.__new__  # in C, where the class's own call is Python's
+
+
 @final
 class TwoPoolAllocator:
     """Small and large pool over `source`, safe to use from any thread and from finalizers.
@@ -111,10 +114,12 @@ class TwoPoolAllocator:
             if requested == 0:
                 return Allocation(0, 0)
             raise AllocValueError(f"malloc of {requested} bytes; a size must be 0 or more")
-        allocation = self._try_malloc(requested, stream, last_resort=False)
-        if allocation is None and self._deferred is not None:
+        allocation = self._try_malloc(requested, stream, False)
+        if allocation is not None:
+            return allocation
+        if self._deferred is not None:
             self._exclusively(lambda: self._reap(everything=True))
-            allocation = self._try_malloc(requested, stream, last_resort=False)
+            allocation = self._try_malloc(requested, stream, False)
         if allocation is None:
             self._on_exhausted()
             allocation = self._last_attempt(requested, stream)
@@ -141,17 +146,24 @@ class TwoPoolAllocator:
                 f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
                 "to another allocator"
             )
-        self._pending.append(block)
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._busy:
-                    self._busy = True
-                    try:
-                        self._drain()
-                    finally:
-                        self._busy = False
-            finally:
-                self._lock.release()
+        if not self._lock.acquire(False):
+            self._pending.append(block)
+            return
+        if self._busy:  # in this thread, whose call or the next one does it
+            self._pending.append(block)
+            self._lock.release()
+            return
+        self._busy = True
+        try:
+            if self._users or self._deferred or self._pending:
+                self._pending.append(block)
+            else:  # `_drain` of one block, written out because every free passes here
+                self._give(block)
+            if self._pending:
+                self._drain()
+        finally:
+            self._busy = False
+            self._lock.release()
 
     def record_stream(self, ptr: int, stream: int) -> None:
         """Say that work on `stream` uses the allocation at `ptr`, which was made for another: once
@@ -295,7 +307,7 @@ class TwoPoolAllocator:
             finally:
                 self._busy = False
 
-    def _try_malloc(self, requested: int, stream: int, *, last_resort: bool) -> Allocation | None:
+    def _try_malloc(self, requested: int, stream: int, last_resort: bool) -> Allocation | None:
         """`_exclusively`, written out because every request passes here."""
         with self._lock:
             if self._busy:
@@ -308,24 +320,22 @@ class TwoPoolAllocator:
                     )
                 if self._pending or self._deferred:
                     self._drain()
-                block = self._policy.take(
-                    requested=requested, stream=stream, last_resort=last_resort
-                )
+                block = self._policy.take(requested, stream, last_resort)
                 if block is None:
                     return None
-                self._serial += 1
-                block.serial = self._serial
+                self._serial = block.serial = self._serial + 1
                 if self._events is not None:
                     self._record_alloc(block)
-                self._live[block.ptr] = block
-                return Allocation(block.ptr, block.size)
+                ptr = block.ptr
+                self._live[ptr] = block
+                return _new_tuple(Allocation, (ptr, block.size))
             finally:
                 self._busy = False
 
     def _last_attempt(self, requested: int, stream: int) -> Allocation | None:
         if self._deferred is not None:
             self._exclusively(lambda: self._reap(wait=True))
-        return self._try_malloc(requested, stream, last_resort=True)
+        return self._try_malloc(requested, stream, True)
 
     def _fail(self, requested: int, stream: int) -> OomReport:
         """The report of a request that found no room. In a trace it is taken and given back at
@@ -367,7 +377,7 @@ class TwoPoolAllocator:
         if self._events is not None and block.serial in self._recorded:
             self._recorded.remove(block.serial)
             self._events.append(TraceEvent(action="free", block_id=block.serial, size_bytes=0))
-        self._policy.give(block, drop_idle=self._closed)
+        self._policy.give(block, self._closed)
 
     def _record_alloc(self, block: Block) -> None:
         if self._events is not None:

@@ -43,13 +43,12 @@ class Block:
         Cutting from the end keeps the remainder's address, as Paddle's AutoGrowthBestFitAllocator
         does.
         """
-        tail = Block(self.ptr + self.size - size, size, self.chunk, self.stream)
-        self.size -= size
-        tail.prev = self
-        tail.next = self.next
-        if tail.next is not None:
-            tail.next.prev = tail
-        self.next = tail
+        left, after = self.size - size, self.next
+        self.size = left
+        self.next = tail = Block(self.ptr + left, size, self.chunk, self.stream)
+        tail.prev, tail.next = self, after
+        if after is not None:
+            after.prev = tail
         return tail
 
     def absorb_next(self) -> None:
@@ -58,9 +57,9 @@ class Block:
         if absorbed is None:
             return
         self.size += absorbed.size
-        self.next = absorbed.next
-        if self.next is not None:
-            self.next.prev = self
+        self.next = after = absorbed.next
+        if after is not None:
+            after.prev = self
 
     def take_end_of_prev(self, size: int) -> bool:
         """Move the last `size` bytes of the block before to this one; True when that was all of it,

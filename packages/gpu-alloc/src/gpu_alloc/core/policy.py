@@ -49,6 +49,7 @@ class TwoPoolPolicy:
         self._config = config
         self._source = source
         self._pages = Pages(source) if isinstance(source, PagedSource) else None
+        self._drops_idle = config.free_idle_chunk and self._pages is None
         self._align_mask = config.alignment_size - 1
         self._small_limit_bytes = config.small_pool_size_in_mb * MIB
         self.small = Pool(
@@ -69,18 +70,20 @@ class TwoPoolPolicy:
             self._pre_allocate(self.small, config.small_pool_pre_alloc_in_mb * MIB)
         self._pre_allocate(self.large, config.large_pool_pre_alloc_in_mb * MIB)
 
-    def take(self, *, requested: int, stream: int, last_resort: bool) -> Block | None:
+    def take(self, requested: int, stream: int, last_resort: bool) -> Block | None:
         """Place `requested` bytes or return None; `last_resort` may use up the pre-allocation."""
-        size = self._padded(requested)
-        planned = self.large.planned
+        size = (requested + self._align_mask) & ~self._align_mask
+        small, large = self.pools
+        planned = large.planned
         block = None if planned is None else self._backed(planned.take(size, stream))
         is_planned = block is not None
         if block is None:
-            pool = self._home(size)
+            pool = large if size > self._small_limit_bytes else small
             block = pool.take(size, stream)
             if block is None:
                 block = self._find_room(pool, size, stream, last_resort=last_resort)
-            block = self._backed(block)
+            if self._pages is not None:
+                block = self._backed(block)
             if block is None:
                 return None
         if planned is not None:
@@ -88,7 +91,6 @@ class TwoPoolPolicy:
             self.num_planned += is_planned
             self.num_unplanned += not is_planned
         self.pools[block.chunk.pool_index].count_use(block, requested)
-        small, large = self.pools
         allocated = small.allocated_bytes + large.allocated_bytes
         if allocated > self._allocated_peak_bytes:
             self._allocated_peak_bytes = allocated
@@ -122,15 +124,14 @@ class TwoPoolPolicy:
         if self.large.planned is not None:
             self.large.planned.begin()
 
-    def give(self, block: Block, *, drop_idle: bool) -> None:
+    def give(self, block: Block, drop_idle: bool) -> None:
         """Take a block back, and with `drop_idle` release its chunk when nothing in it is used."""
         chunk = block.chunk
         pool = self.pools[chunk.pool_index]
         pool.give(block)
-        drop = drop_idle or (
-            self._config.free_idle_chunk and not chunk.pre_allocated and self._pages is None
-        )
-        if drop and chunk.is_idle():
+        if chunk.num_live:
+            return
+        if drop_idle or (self._drops_idle and not chunk.pre_allocated):
             self._release(pool, chunk)
 
     def release_idle(self, *, include_pre_allocated: bool, stream: int | None = None) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import final
 
 from gpu_alloc.core.block import Block, Chunk
-from gpu_alloc.core.free_list import FreeList
+from gpu_alloc.core.free_list import ADDRESS_MASK, FreeList
 from gpu_alloc.core.planned import PlannedRange
 from gpu_alloc.core.stats import PoolStats
 from gpu_alloc.plan import LifetimePlan
@@ -38,7 +38,7 @@ class Pool:
         self.chunk_bytes = chunk_bytes
         self.chunks: dict[int, Chunk] = {}
         self.planned: PlannedRange | None = None  # one of the chunks, which free lists leave out
-        self._places: dict[int, FreeList] = {}  # of each stream
+        self._places: dict[int | None, FreeList] = {}  # of each stream
         # Unused starts of chunks: under None those that join with no free block behind them, under
         # a stream those that are also the beginning of a place of that stream.
         self._unused: dict[int | None, FreeList] = {None: FreeList()}
@@ -106,15 +106,20 @@ class Pool:
         places = self._places.get(stream)
         key = places.find(size) if places is not None else 0
         for owner, unused in self._unused.items():
-            if owner != stream and len(unused):
+            if owner != stream and unused.total_bytes:
                 other = unused.find(size)
                 if other and (not key or other < key):
                     key, places = other, unused
         if not key or places is None:
             return None
-        block = places.block_of(key)
+        block = places.blocks[key & ADDRESS_MASK]
         if block.stream is None:
             block = self._cut_unused(block, size, stream)
+        elif block.size > size:
+            old_size = block.size
+            tail = block.split(size)
+            self._resize(block, old_size)
+            block = tail
         else:
             block = self._cut_place(block, size)
         block.is_free = False
@@ -125,12 +130,12 @@ class Pool:
         """Count a block that `take` returned as handed out for `requested` bytes."""
         block.requested = requested
         self.num_live += 1
-        self.allocated_bytes += block.size
-        self.requested_bytes += requested
-        if self.allocated_bytes > self.allocated_peak_bytes:
-            self.allocated_peak_bytes = self.allocated_bytes
-        if self.requested_bytes > self.requested_peak_bytes:
-            self.requested_peak_bytes = self.requested_bytes
+        self.allocated_bytes = allocated = self.allocated_bytes + block.size
+        self.requested_bytes = total = self.requested_bytes + requested
+        if allocated > self.allocated_peak_bytes:
+            self.allocated_peak_bytes = allocated
+        if total > self.requested_peak_bytes:
+            self.requested_peak_bytes = total
 
     def give(self, block: Block) -> None:
         """Take a block in use back, merge it with free neighbours and put the result on its
@@ -148,18 +153,19 @@ class Pool:
             return
         block.is_free = True
         block.requested = 0
-        block.chunk.num_live -= 1
-        stream = block.stream
-        after = block.next
+        chunk, stream = block.chunk, block.stream
+        chunk.num_live -= 1
+        after, before = block.next, block.prev
         if after is not None and after.is_free and after.stream == stream:
-            self._pull(after)
+            # Behind a block in use, so that it is a place by itself.
+            self._places[stream].remove(after.ptr + chunk.shift, after.size)
             block.absorb_next()
-        before = block.prev
         if before is not None and before.is_free and before.stream == stream:
-            self._pull(before)
+            size = before.size
             before.absorb_next()
-            block = before
-        self._put(block)
+            self._resize(before, size)
+        else:
+            self._put(block)
 
     def idle_chunks(self, *, include_pre_allocated: bool, stream: int | None = None) -> list[Chunk]:
         """Chunks without a byte in use, the oldest first; with `stream` those that no other
@@ -189,7 +195,7 @@ class Pool:
         lists += [(None, unused) for unused in self._unused.values()]
         for stream, places in lists:
             for place, size in places.entries():
-                yield stream, place - places.block_of(place).chunk.shift, size
+                yield stream, place - places.blocks[place].chunk.shift, size
 
     def stats(self) -> PoolStats:
         """The counters now."""
@@ -261,8 +267,17 @@ class Pool:
         self._places[stream].remove(unused.ptr + shift, unused.size + block.size)
         self._remove_unused(stream, unused)
         self._add_unused(None, unused)
-        if len(self._unused) > _KEPT_LISTS and not self._unused[stream]:
+        if len(self._unused) > _KEPT_LISTS and not self._unused[stream].blocks:
             del self._unused[stream]  # streams come and go, and `take` looks into each list
+
+    def _resize(self, block: Block, old_size: int) -> None:
+        """List a free block that has grown or shrunk at its end; what is before it stays there."""
+        first, size, unused = block.ptr, block.size, block.prev
+        if unused is not None and unused.stream is None:
+            first = unused.ptr
+            old_size += unused.size
+            size += unused.size
+        self._places[block.stream].resize(first + block.chunk.shift, old_size, size)
 
     def _add_unused(self, stream: int | None, unused: Block) -> None:
         self._unused[stream].add(unused.ptr + unused.chunk.shift, unused.size, unused)
@@ -271,14 +286,10 @@ class Pool:
         self._unused[stream].remove(unused.ptr + unused.chunk.shift, unused.size)
 
     def _cut_place(self, block: Block, size: int) -> Block:
-        """The last `size` bytes of the place of a stream's free block."""
+        """The last `size` bytes of the place of a stream's free block, which has no more."""
         self._pull(block)
-        if block.size >= size:
-            if block.size == size:
-                return block
-            tail = block.split(size)
-            self._put(block)
-            return tail
+        if block.size == size:
+            return block
         unused = block.prev
         if unused is not None:
             self._remove_unused(None, unused)

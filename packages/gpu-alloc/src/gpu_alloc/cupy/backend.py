@@ -10,11 +10,14 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, final
 
+from gpu_alloc.errors import AllocValueError
 from gpu_alloc.sources import (
     ChunkSource,
     CudaEvents,
     CudaSource,
     HostSource,
+    PagedHostSource,
+    PagedSource,
     StreamEvents,
     import_cupy,
 )
@@ -31,6 +34,10 @@ class CupyBackend(ABC):
     def stream(self) -> int:
         """A number that names the current stream of this thread, and no other stream."""
 
+    def where(self) -> tuple[int, int]:
+        """The current device and the number of the current stream, asked at every allocation."""
+        return self.device_id(), self.stream()
+
     def name_of(self, stream: Any) -> int:
         """The number that names a `cupy.cuda.Stream`, as `stream` gives it for the current one."""
         return int(stream.ptr)
@@ -38,6 +45,16 @@ class CupyBackend(ABC):
     @abstractmethod
     def source(self, device_id: int) -> ChunkSource:
         """A new source of memory on that device."""
+
+    def paged_source(self, device_id: int) -> PagedSource:
+        """A new source of pages on that device, for settings with `use_virtual_memory`.
+
+        Raises AllocValueError where there is none, AllocError where the device has no pages.
+        """
+        raise AllocValueError(
+            f"{type(self).__name__} has no source of pages (paged_source); set use_virtual_memory "
+            "to False"
+        )
 
     @abstractmethod
     def total_bytes(self) -> int:
@@ -54,24 +71,34 @@ class CudaBackend(CupyBackend):
 
     def __init__(self) -> None:
         self._cuda = import_cupy().cuda
+        self._get_device = self._cuda.runtime.getDevice
+        self._get_stream = self._cuda.get_current_stream
+        self._of_each_thread = self._cuda.runtime.streamPerThread
         self._per_thread = threading.local()
         self._thread_names = itertools.count(1)
 
     def device_id(self) -> int:
         """See `CupyBackend.device_id`."""
-        return int(self._cuda.runtime.getDevice())
+        return int(self._get_device())
 
     def stream(self) -> int:
         """See `CupyBackend.stream`. The per-thread default stream gets a negative number per
         thread.
         """
-        return self.name_of(self._cuda.get_current_stream())
+        return self.name_of(self._get_stream())
+
+    def where(self) -> tuple[int, int]:
+        """See `CupyBackend.where`."""
+        device_id = self._get_device()
+        ptr = self._get_stream(device_id).ptr
+        return device_id, self._name_of_thread() if ptr == self._of_each_thread else ptr
 
     def name_of(self, stream: Any) -> int:
         """See `CupyBackend.name_of`."""
         ptr = int(stream.ptr)
-        if ptr != self._cuda.runtime.streamPerThread:
-            return ptr
+        return self._name_of_thread() if ptr == self._of_each_thread else ptr
+
+    def _name_of_thread(self) -> int:
         names: dict[str, int] = self._per_thread.__dict__
         if "name" not in names:
             names["name"] = -next(self._thread_names)
@@ -80,6 +107,10 @@ class CudaBackend(CupyBackend):
     def source(self, device_id: int) -> ChunkSource:
         """See `CupyBackend.source`."""
         return CudaSource(device_id)
+
+    def paged_source(self, device_id: int) -> PagedSource:
+        """See `CupyBackend.paged_source`."""
+        return CudaSource.in_pages(device_id)
 
     def total_bytes(self) -> int:
         """See `CupyBackend.total_bytes`."""
@@ -100,7 +131,7 @@ class HostBackend(CupyBackend):
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.source_of_host = HostSource(capacity_bytes)
+        self.source_of_host: HostSource | PagedHostSource = HostSource(capacity_bytes)
         self.current_stream = 0
 
     def device_id(self) -> int:
@@ -111,9 +142,19 @@ class HostBackend(CupyBackend):
         """See `CupyBackend.stream`."""
         return self.current_stream
 
-    def source(self, device_id: int) -> HostSource:
+    def where(self) -> tuple[int, int]:
+        """See `CupyBackend.where`."""
+        return 0, self.current_stream
+
+    def source(self, device_id: int) -> ChunkSource:
         """See `CupyBackend.source`."""
         return self.source_of_host
+
+    def paged_source(self, device_id: int) -> PagedSource:
+        """See `CupyBackend.paged_source`. `source_of_host` is these pages from then on."""
+        pages = PagedHostSource(self.source_of_host.capacity_bytes)
+        self.source_of_host = pages
+        return pages
 
     def total_bytes(self) -> int:
         """See `CupyBackend.total_bytes`; 0 when there is no limit."""

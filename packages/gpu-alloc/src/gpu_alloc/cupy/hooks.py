@@ -2,8 +2,7 @@
 
 CuPy calls hooks for its own pool, and ours calls them with the same arguments, so either is
 recorded. A hook belongs to the thread that entered it; `all_threads` also enters it in every thread
-that is started meanwhile (through `threading.setprofile`, for the first call that the thread
-makes). Threads that ran before enter the hook themselves.
+that is started meanwhile (`new_threads.py`). Threads that ran before enter the hook themselves.
 
 Invariant: each block of a trace is allocated once and freed at most once, and only blocks that were
 allocated while recording are freed.
@@ -16,6 +15,7 @@ allocated while recording are freed.
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Self
 from gpu_alloc.cupy.backend import CudaBackend, CupyBackend
 from gpu_alloc.errors import AllocValueError
 from gpu_alloc.events import TraceEvent
+from gpu_alloc.new_threads import in_new_threads
 from gpu_alloc.sources import import_cupy
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -50,6 +51,7 @@ class TraceHook:
     def __init__(self, *, all_threads: bool = False, backend: CupyBackend | None = None) -> None:
         self._backend = CudaBackend() if backend is None else backend
         self._all_threads = all_threads
+        self._new_threads = ExitStack()
         self._live: dict[tuple[int, int], int] = {}
         self._numbers = count(1)
         self._threads: dict[int, int] = {}
@@ -77,14 +79,13 @@ class TraceHook:
         if not self._recording:
             self._recording = True
             if self._all_threads:
-                threading.setprofile(self._enter_thread)
+                self._new_threads.enter_context(in_new_threads(self._enter_thread))
         return self
 
     def __exit__(self, *error: object) -> None:
         """End the recording, in all threads."""
         self._recording = False
-        if self._all_threads:
-            threading.setprofile(None)
+        self._new_threads.close()
         _cupys_hook().__exit__(self, *error)
 
     def malloc_postprocess(self, **facts: int) -> None:
@@ -119,9 +120,7 @@ class TraceHook:
                 self._threads.setdefault(ident, len(self._threads))
         return self._threads[ident]
 
-    def _enter_thread(self, *_event: object) -> None:
-        """What `threading.setprofile` has each new thread call; once is enough."""
-        sys.setprofile(None)
+    def _enter_thread(self) -> None:
         if self._recording:
             _cupys_hook().__enter__(self)
 

@@ -7,9 +7,8 @@ pool, an array used on a second stream must be kept alive (or the streams synchr
 work is done. CuPy's memory hooks, which CuPy calls only for its own pool, are called here in the
 same order; those of chunks only where the pool does not share memory with torch.
 
-Importing this module imports no cupy; `CupyPool` does. Invariant: a block is freed exactly once,
-when the last array on it dies, also during garbage collection inside an allocation and at
-interpreter exit.
+Importing this module imports no cupy; `CupyPool` does. Invariant: what a pool's allocator hands out
+is owned by one memory object (memory.py), whose end frees it.
 
     pool = CupyPool(AllocatorConfig(large_pool_pre_alloc_in_mb=1024))
     with cupy.cuda.using_allocator(pool.malloc):
@@ -17,14 +16,14 @@ interpreter exit.
     print(pool.stats().reserved_peak_bytes)
 """
 
-import sys
 import threading
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, final
 
 from gpu_alloc.core import AllocatorConfig, OutOfMemoryError, Stats, TwoPoolAllocator
 from gpu_alloc.cupy.backend import CudaBackend, CupyBackend
+from gpu_alloc.cupy.memory import Hooks, block_classes, call_hooks, hooks_of_thread
 from gpu_alloc.cupy.sharing import (
     PoolAllocator,
     Share,
@@ -36,7 +35,7 @@ from gpu_alloc.cupy.versions import warn_of_cuda_versions
 from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.native import NativeAllocator
 from gpu_alloc.plan import LifetimePlan, PlanUse, check_plan
-from gpu_alloc.sources import ChunkSource, import_cupy, round_up
+from gpu_alloc.sources import ChunkSource, PagedSource, import_cupy, round_up
 
 
 @final
@@ -50,60 +49,60 @@ class _HookedSource(ChunkSource):
         self._device_id = device_id
 
     def acquire(self, size_bytes: int) -> int | None:
-        hooks = _hooks()
-        if not hooks:
-            return self._inner.acquire(size_bytes)
-        facts = {"device_id": self._device_id, "mem_size": size_bytes}
-        ptr, told = None, False
-        _call(hooks, "alloc_preprocess", **facts)
-        try:
-            ptr = self._inner.acquire(size_bytes)
-        finally:
-            try:
-                _call(hooks, "alloc_postprocess", mem_ptr=ptr or 0, **facts)
-                told = True
-            finally:
-                if ptr is not None and not told:
-                    self._inner.release(ptr, size_bytes)  # nobody else knows of it
-        return ptr
+        take = partial(self._inner.acquire, size_bytes)
+        return _hooked(self._device_id, size_bytes, take, self._inner.release)
 
     def release(self, ptr: int, size_bytes: int) -> None:
         self._inner.release(ptr, size_bytes)
 
 
 @final
-class _Lease:
-    """Owned by CuPy's memory object; its end frees the block."""
+class _HookedPages(PagedSource):
+    """Likewise, where memory comes from the device as pages."""
 
-    __slots__ = ("_allocator", "_device_id", "_ptr", "_size")
-
-    def __init__(self, allocator: PoolAllocator, device_id: int, ptr: int, size: int) -> None:
-        self._allocator = allocator
+    def __init__(self, inner: PagedSource, device_id: int) -> None:
+        self._inner = inner
         self._device_id = device_id
-        self._ptr = ptr
-        self._size = size
 
-    def __del__(self) -> None:
-        # At interpreter exit the process's memory goes as a whole, and CUDA may already be gone.
-        if sys is None or sys.is_finalizing():
-            return
-        hooks = _hooks()
-        if not hooks:
-            self._allocator.free(self._ptr)
-            return
-        facts = {
-            "device_id": self._device_id,
-            "mem_size": self._size,
-            "mem_ptr": self._ptr,
-            "pmem_id": id(self),
-        }
+    def acquire(self, size_bytes: int) -> int | None:
+        return self._inner.acquire(size_bytes)
+
+    def release(self, ptr: int, size_bytes: int) -> None:
+        self._inner.release(ptr, size_bytes)
+
+    def map(self, ptr: int, size_bytes: int) -> bool:
+        def take() -> int | None:
+            return ptr if self._inner.map(ptr, size_bytes) else None
+
+        return _hooked(self._device_id, size_bytes, take, self._inner.unmap) is not None
+
+    def unmap(self, ptr: int, size_bytes: int) -> None:
+        self._inner.unmap(ptr, size_bytes)
+
+
+def _hooked(
+    device_id: int,
+    size_bytes: int,
+    take: Callable[[], int | None],
+    give_back: Callable[[int, int], None],
+) -> int | None:
+    """What `take` returns, with the hooks of the thread around it."""
+    hooks = hooks_of_thread()()
+    if not hooks:
+        return take()
+    facts = {"device_id": device_id, "mem_size": size_bytes}
+    ptr, told = None, False
+    call_hooks(hooks, "alloc_preprocess", **facts)
+    try:
+        ptr = take()
+    finally:
         try:
-            _call(hooks, "free_preprocess", **facts)
+            call_hooks(hooks, "alloc_postprocess", mem_ptr=ptr or 0, **facts)
+            told = True
         finally:
-            try:
-                self._allocator.free(self._ptr)
-            finally:
-                _call(hooks, "free_postprocess", **facts)
+            if ptr is not None and not told:
+                give_back(ptr, size_bytes)  # nobody else knows of it
+    return ptr
 
 
 @final
@@ -140,6 +139,12 @@ class CupyPool:
         self._allocators: dict[int, PoolAllocator] = {}
         self._lock = threading.Lock()
         self._memory = import_cupy().cuda.memory
+        # What every allocation calls, looked up once.
+        self._hooks, self._where = hooks_of_thread(), self._backend.where
+        self._block, self._native_block = block_classes()
+        self._pointer = self._memory.MemoryPointer
+        self._slack, self._padded = self.config.alignment_size - 1, -self.config.alignment_size
+        self._quick: dict[int, tuple[Callable[[int, int], int], NativeAllocator]] = {}
         warn_of_cuda_versions()
 
     def malloc(self, size: int) -> Any:
@@ -148,26 +153,37 @@ class CupyPool:
 
         Zero bytes give a null pointer. Raises an `OutOfMemoryError` that is also CuPy's.
         """
-        device_id = self._backend.device_id()
+        device_id, stream = self._where()
+        hooks = self._hooks()
+        if not hooks and device_id in self._quick and type(size) is int:
+            try_malloc, allocator = self._quick[device_id]
+            ptr = try_malloc(size, stream)
+            if ptr > 0:
+                memory = self._native_block(ptr, size + self._slack & self._padded, None, device_id)
+                memory.allocator = allocator
+                return self._pointer(memory, 0)
+        return self._malloc_slowly(size, device_id, stream, hooks)
+
+    def _malloc_slowly(self, size: int, device_id: int, stream: int, hooks: Hooks) -> Any:
+        """What needs more than a block that is there: other memory, hooks or an error."""
         allocator = self.allocator(device_id)
-        hooks = _hooks()
         if not hooks:
-            return self._allocate(allocator, device_id, size)[0]
+            return self._allocate(allocator, device_id, stream, size)
         padded = round_up(size, self.config.alignment_size)
-        pointer = None
-        ptr = lease_id = 0
-        _call(hooks, "malloc_preprocess", device_id=device_id, size=size, mem_size=padded)
+        pointer: Any = None
+        call_hooks(hooks, "malloc_preprocess", device_id=device_id, size=size, mem_size=padded)
         try:
-            pointer, ptr, lease_id = self._allocate(allocator, device_id, size)
+            pointer = self._allocate(allocator, device_id, stream, size)
         finally:
-            _call(
+            is_block = pointer is not None and pointer.ptr
+            call_hooks(
                 hooks,
                 "malloc_postprocess",
                 device_id=device_id,
                 size=size,
                 mem_size=padded,
-                mem_ptr=ptr,
-                pmem_id=lease_id,
+                mem_ptr=pointer.ptr if is_block else 0,
+                pmem_id=id(pointer.mem) if is_block else 0,
             )
         return pointer
 
@@ -180,6 +196,8 @@ class CupyPool:
                 found = self._allocators.get(device)
                 if found is None:
                     found = self._allocators[device] = self._new_allocator(device)
+                    if isinstance(found, NativeAllocator):
+                        self._quick[device] = found.try_malloc, found
         return found
 
     def begin_step(self) -> None:
@@ -205,6 +223,10 @@ class CupyPool:
     def stats(self) -> Stats:
         """Counters of the current device's allocator."""
         return self.allocator().stats()
+
+    def stats_of_devices(self) -> dict[int, Stats]:
+        """Counters of each device whose memory the pool was asked for."""
+        return {device: allocator.stats() for device, allocator in dict(self._allocators).items()}
 
     def free_all_blocks(self, stream: Any = None) -> None:
         """Give the current device's idle chunks back to CUDA; pre-allocated ones stay.
@@ -285,8 +307,7 @@ class CupyPool:
         if self._share:
             made = shared_allocator(self._share, self.config, device)
         else:
-            source = _HookedSource(self._backend.source(device), device)
-            made = own_allocator(source, self.config, self._backend.events(device))
+            made = own_allocator(self._source(device), self.config, self._backend.events(device))
         if self._plan is not None and isinstance(made, NativeAllocator | TwoPoolAllocator):
             try:
                 made.follow(self._plan)
@@ -294,16 +315,22 @@ class CupyPool:
                 raise _cupy_oom_class()(error.report) from None
         return made
 
-    def _allocate(
-        self, allocator: PoolAllocator, device_id: int, size: int
-    ) -> tuple[Any, int, int]:
+    def _source(self, device: int) -> ChunkSource:
+        if self.config.use_virtual_memory:
+            return _HookedPages(self._backend.paged_source(device), device)
+        return _HookedSource(self._backend.source(device), device)
+
+    def _allocate(self, allocator: PoolAllocator, device_id: int, stream: int, size: int) -> Any:
         try:
-            ptr, padded = allocator.malloc(size, self._backend.stream())
+            ptr, padded = allocator.malloc(size, stream)
         except OutOfMemoryError as error:
             raise _cupy_oom_class()(error.report) from None
-        lease = _Lease(allocator, device_id, ptr, padded) if ptr else None
-        memory = self._memory.UnownedMemory(ptr, padded, lease, device_id)
-        return self._memory.MemoryPointer(memory, 0), ptr, id(lease) if ptr else 0
+        if ptr:
+            memory = self._block(ptr, padded, None, device_id)
+            memory.allocator = allocator
+        else:
+            memory = self._memory.UnownedMemory(0, 0, None, device_id)
+        return self._pointer(memory, 0)
 
 
 @cache
@@ -314,13 +341,3 @@ def _cupy_oom_class() -> type[OutOfMemoryError]:
         (OutOfMemoryError, import_cupy().cuda.memory.OutOfMemoryError),
         {"__module__": __name__, "__doc__": "Out of memory in a CupyPool."},
     )
-
-
-def _hooks() -> Mapping[str, Any]:
-    hooks: Mapping[str, Any] = import_cupy().cuda.memory_hook.get_memory_hooks()
-    return hooks
-
-
-def _call(hooks: Mapping[str, Any], name: str, **facts: int) -> None:
-    for hook in hooks.values():
-        getattr(hook, name)(**facts)

@@ -57,13 +57,16 @@ def own_allocator(
     """An allocator of the pool's own: the compiled core where there is one, which decides as the
     Python core does.
     """
-    kind = NativeAllocator if is_compiled() else TwoPoolAllocator
-    return kind(source, config, events=events)
+    if not is_compiled():
+        return TwoPoolAllocator(source, config, events=events)
+    made = NativeAllocator(source, config, events=events)
+    made.freed_by_finalizers()
+    return made
 
 
 def shared_allocator(share: Share, config: AllocatorConfig, device_id: int) -> PoolAllocator:
     """The allocator of a device that torch uses too. Raises as `gpu_alloc.torch.open_arena`."""
-    torch_room = import_module("gpu_alloc.torch")
     if share == "torch":
-        return cast("PoolAllocator", torch_room.TorchCache(device_id))
-    return cast("PoolAllocator", torch_room.open_arena(config).allocator(device_id))
+        return cast("PoolAllocator", import_module("gpu_alloc.torch").TorchCache(device_id))
+    arena = import_module("gpu_alloc.torch").open_arena(config)
+    return cast("PoolAllocator", arena.allocator(device_id))

@@ -45,6 +45,7 @@ from gpu_alloc.native.binding import (
     settings_of,
 )
 from gpu_alloc.native.callbacks import NOTHING_KEPT, Callbacks
+from gpu_alloc.native.ending import end_core
 from gpu_alloc.plan import LifetimePlan, PlanUse, check_in_use, check_plan
 from gpu_alloc.sources import ChunkSource, StreamEvents, check_alignment, round_up
 
@@ -129,7 +130,7 @@ class NativeAllocator:
         library = native_library()
         self._bind(config, Core(library, library.waiting.ga_open(settings, functions)))
         self._on_exhausted = on_exhausted
-        weakref.finalize(self, _end, self._core, self._callbacks).atexit = False
+        weakref.finalize(self, end_core, self._core, self._callbacks).atexit = False
         failed = self._call("ga_pre_allocate")
         if failed:
             mb = config.small_pool_pre_alloc_in_mb, config.large_pool_pre_alloc_in_mb
@@ -154,28 +155,36 @@ class NativeAllocator:
         self.config = config
         self._align_mask = config.alignment_size - 1
         self._padded = ~self._align_mask
-        self._kept = NOTHING_KEPT if self._callbacks is None else self._callbacks.kept
+        self.kept = NOTHING_KEPT if self._callbacks is None else self._callbacks.kept
         self._marks: list[str] = []
         self._core = core
-        self._try_malloc = core.library.fastest("try_malloc", core.handle)
-        self._free = core.library.fastest("free", core.handle)
+        # For callers that must be quick. try_malloc(nbytes, stream): the address of a block that
+        # needs neither the source nor a wait; otherwise 0 or less, and `malloc` is to be asked.
+        # try_free(ptr): as `free`, if it returns 0 and `kept.any` is false; see `raise_of_free`.
+        self.try_malloc = core.library.fastest("try_malloc", core.handle)
+        self.try_free = core.library.fastest("free", core.handle)
         if config.free_idle_chunk:  # it may call the source, which may wait for the device
-            self._free = self._free_waiting
+            self.try_free = self._free_waiting
 
     def malloc(self, nbytes: int, stream: int = 0) -> Allocation:
         """See `TwoPoolAllocator.malloc`."""
         if type(nbytes) is int:
-            ptr = self._try_malloc(nbytes, stream)
+            ptr = self.try_malloc(nbytes, stream)
             if ptr > 0:
                 return _NEW_TUPLE(Allocation, (ptr, nbytes + self._align_mask & self._padded))
         return self._malloc_slowly(nbytes, stream)
 
     def free(self, ptr: int) -> None:
         """See `TwoPoolAllocator.free`."""
-        if self._free(ptr):
+        refused = self.try_free(ptr)
+        if refused or self.kept.any:
+            self.raise_of_free(ptr, refused)
+
+    def raise_of_free(self, ptr: int, refused: int) -> None:
+        """Raise what `free` has to: `try_free` returned `refused`, or a callback raised."""
+        if refused:
             self._refuse_free(ptr)
-        if self._kept.any:
-            self._kept.raise_kept()
+        self._raise_kept()
 
     def record_stream(self, ptr: int, stream: int) -> None:
         """See `TwoPoolAllocator.record_stream`."""
@@ -190,6 +199,10 @@ class NativeAllocator:
         """See `TwoPoolAllocator.release_idle`."""
         of_stream = (0, 0) if stream is None else (1, stream)
         return self._call("ga_release_idle", include_pre_allocated, *of_stream)
+
+    def freed_by_finalizers(self) -> None:
+        """Say that blocks may be freed after this allocator is garbage; `try_free` may be."""
+        self._core.is_freed_by_finalizers = True
 
     def close(self) -> None:
         """See `TwoPoolAllocator.close`."""
@@ -284,8 +297,8 @@ class NativeAllocator:
         return result
 
     def _raise_kept(self) -> None:
-        if self._kept.any:
-            self._kept.raise_kept()
+        if self.kept.any:
+            self.kept.raise_kept()
 
     def _refuse_free(self, ptr: int) -> None:
         check_kind(ptr, int, "free takes the address that malloc returned")
@@ -377,11 +390,6 @@ def _stats(numbers: list[int]) -> Stats:
         reserved_peak_bytes=numbers[22],
         num_source_calls=numbers[23],
     )
-
-
-def _end(core: Core, callbacks: Callbacks | None) -> None:
-    """Nobody holds the allocator any more, nor a block: the callbacks lived until here."""
-    core.delete()
 
 
 def _nothing() -> None:

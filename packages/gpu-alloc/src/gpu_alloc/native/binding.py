@@ -22,6 +22,7 @@ from gpu_alloc.sources import PagedSource
 _CORE_VERSION = 4
 CLOSED, REENTRANT, NO_MEMORY = -1, -2, -3
 NUM_STATS = 33
+_LIVE_BLOCKS = (7, 17)  # of these: how many blocks of the two pools are in use
 NUM_FUNCTIONS = 12  # those of the struct `Functions` in core.cpp
 
 _NUMBER, _POINTER, _NUMBERS = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
@@ -151,6 +152,7 @@ class Core:
     def __init__(self, library: Library, handle: int) -> None:
         self.library = library
         self.handle = handle
+        self.is_freed_by_finalizers = False
 
     def call(self, name: str, *arguments: int) -> int:
         """Call a function of the core that may wait. Raises ReentrantMallocError inside one of its
@@ -169,6 +171,11 @@ class Core:
         out = (ctypes.c_int64 * NUM_STATS)()
         self.call("ga_stats", stream, out)  # type: ignore[arg-type]  # an array is a pointer
         return list(out)
+
+    def num_live_blocks(self) -> int:
+        """Blocks in use, of both pools."""
+        numbers = self.stats(0)
+        return sum(numbers[place] for place in _LIVE_BLOCKS)
 
     def follow(self, plan: LifetimePlan | None) -> int:
         """Follow a plan, or none. 0, or how many blocks of the plan before are in use, or

@@ -100,7 +100,12 @@ class FreeList {
   void add(const Place& place) {
     int i = index_of(place.size);
     if (!bins_[i]) bins_[i] = std::make_unique<std::set<Place>>();
-    bins_[i]->insert(place);
+    if (spare_) {
+      spare_.value() = place;
+      bins_[i]->insert(std::move(spare_));
+    } else {
+      bins_[i]->insert(place);
+    }
     words_[i >> 6] |= uint64_t(1) << (i & 63);
     summary_ |= uint64_t(1) << (i >> 6);
     total_bytes += place.size;
@@ -109,7 +114,7 @@ class FreeList {
 
   void remove(const Place& place) {
     int i = index_of(place.size);
-    bins_[i]->erase(place);
+    spare_ = bins_[i]->extract(place);
     if (bins_[i]->empty()) {
       words_[i >> 6] &= ~(uint64_t(1) << (i & 63));
       if (!words_[i >> 6]) summary_ &= ~(uint64_t(1) << (i >> 6));
@@ -157,6 +162,7 @@ class FreeList {
   }
 
   std::unique_ptr<std::set<Place>> bins_[2048];
+  std::set<Place>::node_type spare_;  // what `remove` took out: most often `add` follows
   uint64_t words_[33] = {};
   uint64_t summary_ = 0;
 };

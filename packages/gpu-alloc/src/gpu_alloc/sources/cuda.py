@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import Any, final
 
 from gpu_alloc.sources.chunk_source import ChunkSource
+from gpu_alloc.sources.cuda_pages import CudaPagedSource
+from gpu_alloc.sources.paged import PagedSource
 from gpu_alloc.sources.stream_events import StreamEvents
 
 _CUDA_ALIGNMENT_BYTES = 512  # what CuPy and torch rely on for cudaMalloc
@@ -44,6 +46,14 @@ class CudaSource(ChunkSource):
     def __init__(self, device_id: int) -> None:
         self._device = import_cupy().cuda.Device(device_id)
         self._runtime = import_cupy().cuda.runtime
+
+    @staticmethod
+    def in_pages(device_id: int) -> PagedSource:
+        """The device's memory in pages that are mapped, for `use_virtual_memory`.
+
+        Raises AllocError where there is no driver, or it cannot map pages on the device.
+        """
+        return CudaPagedSource(device_id)
 
     def acquire(self, size_bytes: int) -> int | None:
         """See `ChunkSource.acquire`. CUDA errors other than out-of-memory are raised as CuPy

@@ -1,8 +1,8 @@
 """The one module that imports torch, and what it takes from torch's private parts.
 
-Tested against torch 2.11 to 2.15: `UntypedStorage._cdata`, `torch.utils._python_dispatch`,
-`torch._subclasses`, an operator's `_schema`; against 2.15 `_cuda_customAllocator`,
-`_cuda_changeCurrentAllocator`.
+Tested against torch 2.11 to 2.15: `UntypedStorage._cdata` and that its `resize_` may be replaced,
+`torch.utils._python_dispatch`, `torch._subclasses`, an operator's `_schema`; against 2.15
+`_cuda_customAllocator`, `_cuda_changeCurrentAllocator`.
 """
 
 try:
@@ -13,7 +13,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -41,14 +42,32 @@ def fake_mode() -> FakeTensorMode:
 
 def is_changed_in_place(func: Any) -> bool:
     """Whether an operator writes into its first argument."""
-    arguments = func._schema.arguments
-    alias = arguments[0].alias_info if arguments else None
-    return alias is not None and bool(alias.is_write)
+    return _writes(func._schema.arguments[:1])
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, storages are told of once they are resized: `UntypedStorage.resize_` is no operator.
+
+    Other code that replaces the method does so inside, or all of the time.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size_bytes: int) -> Any:
+        result = resize(self, size_bytes)
+        tell(self)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -57,22 +76,35 @@ def storage_id(tensor: Tensor) -> int:
 
 
 class OutputsMode(TorchDispatchMode):
-    """Hands the tensors that each operator returns to a function."""
+    """Hands the tensors that each operator makes to a function, those it changed to another."""
 
-    def __init__(self, saw: Callable[[Iterable[Tensor]], None]) -> None:
+    def __init__(
+        self,
+        saw: Callable[[Iterable[Tensor]], None],
+        changed: Callable[[Iterable[Tensor]], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
-        self._saw = saw
+        self._saw, self._changed = saw, changed
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, then show what it returned and was not given."""
-        # An output may be a view of memory that was there before the recording.
-        given = {storage_id(t) for t in tensors_in((args, kwargs))}
+        """Run the operator, then show what it made or, where it writes, what it was given."""
+        given = tensors_in((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        self._saw(t for t in tensors_in(result) if storage_id(t) not in given)
+        if _writes(func._schema.returns):
+            self._changed(given)  # of `out` a fake mode returns another tensor
+            return result
+        # An output may be a view of memory that was there before the recording.
+        known = set(map(storage_id, given))
+        self._saw(t for t in tensors_in(result) if storage_id(t) not in known)
         return result
+
+
+def _writes(places: Iterable[Any]) -> bool:
+    """Whether an operator writes into one of these arguments or returns of its schema."""
+    return any(place.alias_info is not None and place.alias_info.is_write for place in places)

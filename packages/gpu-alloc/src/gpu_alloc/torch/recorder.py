@@ -2,10 +2,14 @@
 
 Works on any device, on fake tensors too, and without CUDA: every operator's outputs are looked at,
 and a storage counts as freed when torch drops it. Sizes are those of storages, so narrow and packed
-types (fp8, fp4, int4) are right. Memory that an operator takes and returns inside itself is not
-seen, nor is what lives outside tensors.
+types (fp8, fp4, int4) are right; a storage that is resized (as FSDP's are) gives its memory back
+and takes other. Memory that an operator takes and returns inside itself is not seen, nor is what
+lives outside tensors.
 
-Invariant: each storage of a trace is allocated once and freed at most once.
+A recorder belongs to the thread that entered it; `all_threads` also enters it in every thread that
+Python starts meanwhile.
+
+Invariant: each block of a trace is allocated once and freed at most once.
 
     with TraceRecorder() as recorder:
         with recorder.phase("forward"):
@@ -18,15 +22,27 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import count
 from types import FrameType
 from typing import Any, Self, final
 
 from gpu_alloc.errors import AllocValueError
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.torch._torch_private import OutputsMode, storage_id, torch
+from gpu_alloc.new_threads import in_new_threads
+from gpu_alloc.torch._torch_private import OutputsMode, on_resize, storage_id, torch
+
+
+@dataclass(slots=True)
+class _Held:
+    """A live storage: what the trace has of its memory, and what tells that it is gone."""
+
+    block: int
+    size_bytes: int  # 0: it has given its memory back and has none
+    place: int  # of the allocation in the trace
+    note: str
+    finalizer: "weakref.finalize[Any, torch.UntypedStorage]"
 
 
 @final
@@ -36,6 +52,7 @@ class TraceRecorder:
     device: a device or type of device, such as "cuda"; None records all, as one memory.
     labels: by the name of a module or package, what is noted of the allocations that it, or what it
         calls, makes: {"torch.optim": "optimizer"}. Of several the one that is called last counts.
+    all_threads: of threads that start while it is in force, too.
     `events` is the trace so far. A recorder is entered once.
     """
 
@@ -44,31 +61,36 @@ class TraceRecorder:
         *,
         device: str | torch.device | None = None,
         labels: Mapping[str, str] | None = None,
+        all_threads: bool = False,
     ) -> None:
         self._device = None if device is None else torch.device(device)
-        self._live: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
+        self._live: dict[int, _Held] = {}
         self._labels = dict(labels or {})
-        self._places: dict[int, int] = {}  # of each live storage's allocation in the trace
         self._blocks = count()
-        self._mode = OutputsMode(self._saw)
+        self._all_threads = all_threads
+        self._contexts = ExitStack()
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
-        self._entered = False
+        self._entered = self._recording = False
         self.events: list[TraceEvent] = []
 
     def __enter__(self) -> Self:
         """Record from here on. Raises AllocValueError when entered a second time."""
         if self._entered:
             raise AllocValueError("a TraceRecorder is entered once; make another for another trace")
-        self._entered = True
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's class has no types
+        self._entered = self._recording = True
+        self._contexts.enter_context(on_resize(self._resized))
+        if self._all_threads:
+            self._contexts.enter_context(in_new_threads(self._enter_thread))
+        self._contexts.enter_context(OutputsMode(self._saw, self._changed))
         return self
 
     def __exit__(self, *error: Any) -> None:
         """End the trace; what is live stays live in it."""
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._recording = False
+        self._contexts.close()
         with self._lock:
-            for finalizer in self._live.values():
-                finalizer.detach()
+            for held in self._live.values():
+                held.finalizer.detach()
             self._live.clear()
 
     def mark(self, name: str) -> None:
@@ -102,10 +124,10 @@ class TraceRecorder:
             kept = [n for n in kept if before[n].block_id not in freed]
             now = {old: new for new, old in enumerate(kept)}
             shorter = len(before) - len(kept)
-            self._places = {
-                key: now[old] if old < len(before) else old - shorter
-                for key, old in self._places.items()
-            }
+            for held in self._live.values():
+                if held.size_bytes:
+                    inside = held.place < len(before)
+                    held.place = now[held.place] if inside else held.place - shorter
             self.events[: len(before)] = [before[n] for n in kept]
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -116,9 +138,12 @@ class TraceRecorder:
         """Note of live tensors what they are, whoever made them; those of before are left out."""
         with self._lock:
             for tensor in tensors:
-                place = self._places.get(storage_id(tensor))
-                if place is not None:
-                    self.events[place] = replace(self.events[place], note=name)
+                held = self._live.get(storage_id(tensor))
+                if held is None:
+                    continue
+                held.note = name
+                if held.size_bytes:
+                    self.events[held.place] = replace(self.events[held.place], note=name)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,37 +154,66 @@ class TraceRecorder:
         finally:
             self.mark(f"end of {name}")
 
+    def _enter_thread(self) -> None:
+        if self._recording:  # until the thread ends, for nothing once the recording has
+            OutputsMode(self._saw, self._changed).__enter__()  # type: ignore[no-untyped-call]
+
     def _saw(self, tensors: Iterable[torch.Tensor]) -> None:
+        if not self._recording:
+            return
         for tensor in tensors:
             if self._device is None or _is_on(tensor.device, self._device):
                 self._add(tensor)
 
+    def _changed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An operator that works in place may have resized what it was given."""
+        for tensor in tensors:
+            self._resized(tensor.untyped_storage())
+
     def _add(self, tensor: torch.Tensor) -> None:
         key, storage = storage_id(tensor), tensor.untyped_storage()
-        size_bytes = storage.nbytes()
         with self._lock:
-            if key in self._live or not size_bytes:
+            if key in self._live or not storage.nbytes():
                 return
-            block = next(self._blocks)
-            stream = _stream_of(tensor)
-            self._places[key] = len(self.events)
-            self.events.append(
-                TraceEvent(
-                    action="alloc",
-                    block_id=block,
-                    size_bytes=size_bytes,
-                    stream=stream,
-                    note=_label(self._labels) if self._labels else "",
-                )
-            )
-            self._live[key] = weakref.finalize(storage, self._freed, key, block, size_bytes)
-            self._live[key].atexit = False
+            finalizer = weakref.finalize(storage, self._freed, key)
+            finalizer.atexit = False
+            note = _label(self._labels) if self._labels else ""
+            held = _Held(block=0, size_bytes=0, place=0, note=note, finalizer=finalizer)
+            self._live[key] = held
+            self._take(held, storage)
 
-    def _freed(self, key: int, block: int, size_bytes: int) -> None:
+    def _take(self, held: _Held, storage: torch.UntypedStorage) -> None:
+        held.block, held.size_bytes = next(self._blocks), storage.nbytes()
+        held.place = len(self.events)
+        self.events.append(
+            TraceEvent(
+                action="alloc",
+                block_id=held.block,
+                size_bytes=held.size_bytes,
+                stream=_stream_of(storage.device),
+                note=held.note,
+            )
+        )
+
+    def _give(self, held: _Held) -> None:
+        if held.size_bytes:
+            block, size_bytes = held.block, held.size_bytes
+            held.size_bytes = 0
+            self.events.append(TraceEvent(action="free", block_id=block, size_bytes=size_bytes))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
-            if self._live.pop(key, None) is not None:
-                self._places.pop(key, None)
-                self.events.append(TraceEvent(action="free", block_id=block, size_bytes=size_bytes))
+            held = self._live.get(storage._cdata)
+            if held is not None and held.size_bytes != storage.nbytes():
+                self._give(held)
+                if storage.nbytes():
+                    self._take(held, storage)
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            held = self._live.pop(key, None)
+            if held is not None:
+                self._give(held)
 
 
 def _label(labels: Mapping[str, str]) -> str:
@@ -179,8 +233,8 @@ def _is_on(device: torch.device, wanted: torch.device) -> bool:
     return device.type == wanted.type and wanted.index in (None, device.index)
 
 
-def _stream_of(tensor: torch.Tensor) -> int:
-    """The stream that is current on a tensor's device: 0 where there are none, as on fake ones."""
-    if tensor.device.type != "cuda" or not torch.cuda.is_initialized():
+def _stream_of(device: torch.device) -> int:
+    """The stream that is current on a device: 0 where there are none, as on that of fake ones."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+    return int(torch.cuda.current_stream(device).cuda_stream)

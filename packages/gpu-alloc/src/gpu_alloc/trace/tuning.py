@@ -6,7 +6,8 @@ all of it, so that the figure counts steps that the ranking has not seen. The de
 always measured.
 
 Invariant: what is returned was replayed: `config` runs the whole trace on `capacity_bytes`, which
-is no more than `minimal_capacity` of the default settings, if they keep to the calls there.
+is no more than `minimal_capacity` of the default settings, if they keep to the calls there, but for
+the 3% that mapped pages may need above settings that are fitted to the trace.
 
 >>> step = [TraceEvent(action="alloc", block_id=1, size_bytes=3 << 20)]
 >>> tune(step).capacity_bytes >> 20
@@ -36,8 +37,12 @@ _SMALL_MB = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SMALL_MB_BACK = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 64, 256)
 _TIMES = (1, 2, 3)  # of the largest small request, that the pool of small ones grows by
 _DEFAULT = "growth by the request"
+_VIRTUAL = "virtual memory"
+_NEAR = 1.03  # times a fitted device: what pages may need and be taken for it
 
 Candidate = Callable[[int], AllocatorConfig]  # settings for a device of so many MiB
+_Ranked = tuple[int, str, Candidate]  # bytes on the first part of the trace
+_Won = tuple[int, int, str, Candidate]  # bytes on all of it, bytes on its first part
 
 
 @final
@@ -138,31 +143,37 @@ def _slab(
 
 
 def tune(
-    trace: Sequence[TraceEvent], *, first: float = 0.4, calls_per_event: float = 0.05
+    trace: Sequence[TraceEvent],
+    *,
+    first: float = 0.4,
+    calls_per_event: float = 0.05,
+    virtual_memory: bool = True,
 ) -> Tuned:
     """The candidate that runs `trace` on the smallest device, chosen on its `first` part.
 
     calls_per_event: how often, at most, memory may be taken from the device or given back, for each
         event of the trace. More of it needs a smaller device and takes longer.
+    virtual_memory: whether `use_virtual_memory` is tried, too, for programs that run where pages
+        can be mapped. It needs as little in runs that are not as the recorded one; what is fitted
+        to one run does not, and is taken only where its device is more than 3% smaller.
 
     About 700 replays of the first part and 400 of the whole. Raises AllocValueError for a trace
     without allocations or a part outside (0, 1], TraceError as `replay` does.
     """
     check_kind(trace, Sequence, "trace must be a sequence of TraceEvents")
-    check_kind(first, (int, float), "first must be a number")
-    check_kind(calls_per_event, (int, float), "calls_per_event must be a number")
-    if not 0 < first <= 1:
-        raise AllocValueError(f"first={first} is outside (0, 1]; use for example 0.4")
-    if calls_per_event < 0:
-        raise AllocValueError(f"calls_per_event={calls_per_event} is negative; 0.05 is usual")
+    check_kind(virtual_memory, bool, "virtual_memory must be True or False")
+    _check_numbers(first, calls_per_event)
     requests = Requests(trace)
     live = requests.peak_live_bytes
     if not live:
         raise AllocValueError("the trace allocates nothing; record a program that does")
     beginning = Requests(trace[: max(int(len(trace) * first), 1)])
     live_first = max(beginning.peak_live_bytes, 1)
-    ranked: list[tuple[int, str, Candidate]] = []
-    for name, candidate in candidates(beginning).items():
+    ranked: list[_Ranked] = []
+    tried = dict(candidates(beginning))
+    if virtual_memory:
+        tried[_VIRTUAL] = partial(_of_size, AllocatorConfig(use_virtual_memory=True))
+    for name, candidate in tried.items():
         size = smallest_device(beginning, candidate, _Limits(calls_per_event, None))
         if size is not None:
             ranked.append((size, name, candidate))
@@ -178,6 +189,7 @@ def tune(
             won = (size, size_first, name, candidate)
     if won is None:
         raise AllocValueError("no candidate runs the trace on any device")
+    won = _pages_if_near(requests, ranked, won, calls_per_event)
     size, size_first, name, candidate = won
     stats = requests.run(candidate(size // MIB), size)[2]
     return Tuned(
@@ -191,9 +203,31 @@ def tune(
     )
 
 
+def _pages_if_near(
+    requests: Requests, ranked: Sequence[_Ranked], won: _Won, calls_per_event: float
+) -> _Won:
+    """Mapped pages, if they need little more than what won; they were not fitted to this trace."""
+    for size_first, name, candidate in ranked:
+        if name == _VIRTUAL:
+            limits = _Limits(calls_per_event, int(_NEAR * won[0]))
+            size = smallest_device(requests, candidate, limits)
+            if size is not None:
+                return size, size_first, name, candidate
+    return won
+
+
+def _check_numbers(first: float, calls_per_event: float) -> None:
+    check_kind(first, (int, float), "first must be a number")
+    check_kind(calls_per_event, (int, float), "calls_per_event must be a number")
+    if not 0 < first <= 1:
+        raise AllocValueError(f"first={first} is outside (0, 1]; use for example 0.4")
+    if calls_per_event < 0:
+        raise AllocValueError(f"calls_per_event={calls_per_event} is negative; 0.05 is usual")
+
+
 def _defaults(
-    requests: Requests, finalists: Sequence[tuple[int, str, Candidate]], calls_per_event: float
-) -> tuple[int, int, str, Candidate] | None:
+    requests: Requests, finalists: Sequence[_Ranked], calls_per_event: float
+) -> _Won | None:
     """The default settings on the device that `minimal_capacity` names, if they keep to the calls.
 
     More memory may hurt, so that a search that begins elsewhere can end on a larger one.
