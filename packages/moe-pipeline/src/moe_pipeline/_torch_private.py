@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import get_backend_config
@@ -49,6 +50,19 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     """By type of device the name of the group's backend for it."""
     pairs = (entry.split(":", 1) for entry in get_backend_config(group).split(","))
     return dict((kind, backend) for kind, backend in pairs)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor begins; a fake one, which is nowhere, has a number as if it were somewhere."""
+    if isinstance(tensor, FakeTensor):
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        return storage_address(tensor.untyped_storage()) + first
+    return tensor.data_ptr()
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Where a storage begins; one without memory has a number that no other has while it lives."""
+    return int(storage._cdata) if storage.device.type == "meta" else storage.data_ptr()
 
 
 SavedTensorsHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -25,6 +25,8 @@ class MoEGroups:
             None: all have as many. The same on every rank.
         etp: ranks that hold slices of the same experts (expert tensor parallelism); each brings its
             own tokens.
+        tp: ranks that share the inner width of the shared expert, which are ranks of `sequence`:
+            neighbours, with runs of positions as equal as can be, the longer ones first.
         tokens: all ranks that hold tokens of the same global microbatch (dp, ep, cp, sequence
             parallel), in the order of their tokens.
         sequence: ranks over which each sequence is split (cp, sequence parallel), in order.
@@ -32,8 +34,8 @@ class MoEGroups:
 
     Raises:
         TypeError: a group that this rank is not in.
-        ValueError: ep and etp share a rank besides this one; or ep, etp or sequence has a rank that
-            `tokens` lacks; or `ep_parts` has not a number for each rank of ep.
+        ValueError: ep and etp share a rank besides this one; or ep, etp, tp or sequence has a rank
+            that `tokens` lacks; or `ep_parts` has not a number for each rank of ep.
     """
 
     ep: ProcessGroup | None = None
@@ -41,10 +43,11 @@ class MoEGroups:
     etp: ProcessGroup | None = None
     tokens: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
+    tp: ProcessGroup | None = None
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        axes = {name: _ranks(name, getattr(self, name)) for name in ("ep", "etp", "sequence")}
+        axes = {name: _ranks(name, getattr(self, name)) for name in ("ep", "etp", "sequence", "tp")}
         shared = sorted(set(axes["ep"]) & set(axes["etp"]))
         if len(shared) > 1:
             raise MoEValueError(
@@ -105,6 +108,11 @@ class MoEGroups:
     def etp_size(self) -> int:
         """Ranks that share each expert."""
         return 1 if self.etp is None else dist.get_world_size(self.etp)
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share the shared expert."""
+        return 1 if self.tp is None else dist.get_world_size(self.tp)
 
     @property
     def etp_rank(self) -> int:

@@ -1,10 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing import assert_close
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig, SharedExpertOptions
+from moe_pipeline.groups import MoEGroups
+from moe_pipeline.layer import DispatchOptions, MoELayer
 from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
+from ranktest import run_ranks
 
 HIDDEN, WIDTH = 10, 7
 
@@ -104,3 +110,64 @@ def test_config_without_a_shared_expert_is_refused():
     for module in (SharedExpert, SharedExpertGate):
         with pytest.raises(ValueError, match=r"MoEConfig\(shared_expert="):
             module(config)
+
+
+def test_ranks_with_parts_of_the_width_return_what_one_process_does(seed):
+    """Five positions of two ranks, the last ones padding; gradients are whole, or sum up."""
+    config = replace(
+        config_for(),
+        shared_expert=SharedExpertOptions(
+            moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True
+        ),
+    )
+    alone = MoELayer(config, dtype=torch.float64)
+    state = alone.state_dict()
+    x, tokens = torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 5, 6])
+    wanted = alone(x, token_idx_N=tokens).hidden
+    wanted.square().sum().backward()
+
+    def run(rank, size):
+        layer = MoELayer(
+            config,
+            groups=MoEGroups(tokens=dist.group.WORLD, tp=dist.group.WORLD),
+            dtype=torch.float64,
+        )
+        part = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+        own = {
+            name: tensor.chunk(size, part[name.split(".")[1]])[rank]
+            if name.startswith("shared_experts.")
+            else tensor
+            for name, tensor in state.items()
+        }
+        layer.load_state_dict(own)
+        first, last = (0, 3) if rank == 0 else (3, 5)
+        here = torch.tensor([[0, 1, 2, 3, 4], [0]][rank])
+        out = layer(x.detach()[:, first:last].requires_grad_(), token_idx_N=here).hidden
+        out.square().sum().backward()
+        return out.detach(), {n: p.grad for n, p in layer.named_parameters()}
+
+    (first, grads), (second, others) = run_ranks(run, 2)
+    assert_close(torch.cat((first, second), dim=1), wanted.detach())
+    for name, parameter in alone.named_parameters():
+        if name.startswith("shared_experts."):
+            found = torch.cat((grads[name], others[name]), dim=1 if "down" in name else 0)
+        else:
+            found = grads[name] + others[name]
+        assert_close(found, parameter.grad, msg=name)
+
+
+def test_ranks_that_cannot_share_the_width_or_get_no_sequences_are_refused():
+    with pytest.raises(ValueError, match=r"tp axis has 2 ranks .*=7; choose a divisor of 7"):
+        SharedExpert(config_for(), tp_size=2)
+
+    def run(*_):
+        config = replace(
+            config_for(), shared_expert=SharedExpertOptions(moe_shared_expert_intermediate_size=8)
+        )
+        groups = MoEGroups(tokens=dist.group.WORLD, tp=dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"ranks of groups\.tp gather tokens for it"):
+            MoELayer(config, groups=groups, dispatch=DispatchOptions(overlaps_shared_expert=True))
+        with pytest.raises(ValueError, match=r"\[batch, sequence, hidden\], got shape \(4, 10\)"):
+            MoELayer(config, groups=groups)(torch.randn(4, HIDDEN))
+
+    run_ranks(run, 2)

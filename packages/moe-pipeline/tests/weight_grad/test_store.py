@@ -1,9 +1,11 @@
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -462,3 +464,27 @@ def test_gpu_moe_layers_split_their_backwards(seed, implementation, fusion):
     expected, got, whole, inputs, weights = whole_and_split(layer, moe_loss(layer), x)
     assert_close(got, expected)
     assert inputs[0] + weights[0] == whole[0]
+
+
+def test_backwards_without_memory_are_split_as_real_ones_are():
+    def pieces(*_):
+        found = []
+        for mode in (FakeTensorMode(), nullcontext()):
+            with mode:
+                layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4))
+                store = WeightGradStore()
+                with split_backward(store):
+                    again = torch.ones(2, 8) @ layers[0].weight.t()
+                    out = layers(torch.ones(3, 8)).sum() + again.sum()
+                with store.deferring():
+                    out.backward()
+                before = [p.grad is None for p in layers.parameters()]
+                waiting = len(store), store.held_bytes
+                store.run()
+                found.append((before, waiting, [tuple(p.grad.shape) for p in layers.parameters()]))
+        return found
+
+    # In a process of its own: autograd's threads, which fake tensors start, do not survive a fork.
+    fake, real = run_ranks(pieces, 1, init=False)[0]
+    assert fake == real
+    assert fake[0] == [True, True, False] and fake[1][0] == 3

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_pipeline._torch_private import FakeTensor
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.grouped import grouped_experts, row_sizes, taken
@@ -159,6 +160,8 @@ def fp8_obstacle(weights: ExpertWeights) -> str | None:
     for name, size in row_sizes(weights).items():
         if size % _ALIGNMENT:
             return f"needs sizes in multiples of {_ALIGNMENT}, got {name}={size}; choose another"
+    if isinstance(down_EDH, FakeTensor):  # nothing is computed
+        return None
     if down_EDH.device.type != "cuda":
         return f"needs a CUDA device, got {down_EDH.device.type}; move the layer"
     capability = torch.cuda.get_device_capability(down_EDH.device)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_pipeline._torch_private import address
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.weights import ExpertWeights
@@ -97,7 +98,7 @@ def taken(weight: Tensor) -> Tensor:
     aligned = all(
         s * weight.itemsize % _ALIGNMENT_BYTES == 0 for s in (matrix[1], weight.stride(0))
     )
-    start = weight.data_ptr() % _ALIGNMENT_BYTES
+    start = address(weight) % _ALIGNMENT_BYTES
     return weight if matrix[0] == 1 and aligned and start == 0 else weight.contiguous()
 
 

@@ -16,6 +16,7 @@ tokens, or its own experts, contribute to a gradient; the sums over ranks are th
 
 - of `experts.*`: over the ranks that hold the same slices of the same experts
   (`fold_experts(...).expert_dp`), nobody else has a part of these;
+- of `shared_experts.*` with `MoEGroups.tp`: over the ranks that hold the same part of its width;
 - of every other parameter: over all ranks with tokens (`MoEGroups.tokens`). Sums, never means.
 
 Dims: T tokens of this rank (N of them without padding), R routed rows received, D hidden,
@@ -40,7 +41,7 @@ from moe_pipeline.layer.etp import gather_rows, return_rows, share_counts
 from moe_pipeline.layer.latent import latent_projections
 from moe_pipeline.layer.local_experts import Experts
 from moe_pipeline.layer.padding import check_token_idx, with_padding, without_padding
-from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
+from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate, in_parts
 from moe_pipeline.layer.token_dispatch import TOGETHER, DispatchOptions, TokenExchange
 from moe_pipeline.recomputation import is_replaying, keep_plan, recorded, replayed_plan
 from moe_pipeline.router import BalanceTerms, TopKRouter, router_losses
@@ -94,7 +95,7 @@ class MoELayer(nn.Module):
     Raises:
         ValueError: `num_experts` is not divisible by the size of `groups.ep`, nor the sum of its
             parts, or `moe_intermediate_size` not divisible by the size of `groups.etp`; or
-            `dispatch` overlaps a shared expert that is not there.
+            `dispatch` overlaps a shared expert that is not there, or that ranks share.
     """
 
     def __init__(
@@ -112,10 +113,11 @@ class MoELayer(nn.Module):
         check_type("dispatch", dispatch, DispatchOptions)
         super().__init__()
         num_local_experts = groups.local_experts(config.num_experts)
-        if dispatch.overlaps_shared_expert and config.shared_expert is None:
+        if dispatch.overlaps_shared_expert and (config.shared_expert is None or groups.tp):
+            why = "ranks of groups.tp gather tokens for it" if groups.tp else "there is none"
             raise MoEValueError(
-                "dispatch.overlaps_shared_expert=True, but the layer has no shared expert; leave "
-                "it out, or give MoEConfig(shared_expert=...)"
+                f"dispatch.overlaps_shared_expert=True, but {why}: the layer has no shared expert "
+                "that needs nothing of other ranks; leave it out, or give a layer that has one"
             )
         self.config = config
         self.groups = groups
@@ -139,7 +141,9 @@ class MoELayer(nn.Module):
         self.shared_experts: SharedExpert | None = None
         self.shared_expert_gate: SharedExpertGate | None = None
         if config.shared_expert is not None:
-            self.shared_experts = SharedExpert(config, device=device, dtype=dtype)
+            self.shared_experts = SharedExpert(
+                config, tp_size=groups.tp_size, device=device, dtype=dtype
+            )
             if config.shared_expert.moe_shared_expert_gate:
                 self.shared_expert_gate = SharedExpertGate(config, device=device, dtype=dtype)
         self.fc1_latent_proj: nn.Linear | None = None
@@ -192,7 +196,10 @@ class MoELayer(nn.Module):
             groups=self.groups,
             training=self.training,
         )
-        hidden_TD = self._all_experts(x_TD, routed.topk_weights_TK, shares.plan)
+        shared = None
+        if self.shared_experts is not None:
+            shared = partial(self._shared, x, x_TD, token_idx_N)
+        hidden_TD = self._all_experts(x_TD, routed.topk_weights_TK, shares.plan, shared)
         hidden_TD = with_padding(hidden_TD, token_idx_N, num_places)
         # Last, so that a forward that fails has not counted.
         if self.training and not is_replaying():
@@ -231,13 +238,18 @@ class MoELayer(nn.Module):
         )
         return replace(routed, plan=replayed)
 
-    def _all_experts(self, x_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    def _all_experts(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        plan: RoutingPlan,
+        shared: Callable[[], Tensor] | None,
+    ) -> Tensor:
         """What the chosen experts and the shared one return [T, D]; keeps the plan."""
         rows_TD = x_TD
         if self.fc1_latent_proj is not None:
             rows_TD = self.fc1_latent_proj(x_TD).to(x_TD.dtype)
         alone = self.groups.ep_size == 1 and self.groups.etp_size == 1
-        shared = None if self.shared_experts is None else partial(self._shared, x_TD)
         # What FSDP or `recompute_modules` adds to the experts acts on calls of the module alone.
         if alone and not has_own_call(self.experts) and not self.exchange.options.rounds_rows:
             # Nothing travels, and the experts save tokens instead of k rows for each.
@@ -252,10 +264,16 @@ class MoELayer(nn.Module):
             return out_TD
         return out_TD + (shared() if shared_TD is None else shared_TD)
 
-    def _shared(self, x_TD: Tensor) -> Tensor:
-        """The shared expert's part [T, D]."""
+    def _shared(self, x: Tensor, x_TD: Tensor, token_idx_N: Tensor | None) -> Tensor:
+        """The shared expert's part [T, D] of the tokens of `x`. Collective over `groups.tp`."""
         scale_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(x_TD)
-        return self.shared_experts(x_TD, scale_T1)  # type: ignore[misc,no-any-return]  # is there
+        shared: SharedExpert = self.shared_experts  # type: ignore[assignment]  # is there
+        if self.groups.tp is None:
+            return shared(x_TD, scale_T1)  # type: ignore[no-any-return]
+        # With padding, so that all ranks know how many positions each has.
+        out = in_parts(shared, x, self.groups.tp, self.groups.timeout_s).reshape(-1, x.shape[-1])
+        out_TD = out if token_idx_N is None else out.index_select(0, token_idx_N)
+        return out_TD if scale_T1 is None else out_TD * scale_T1
 
     def _through_ranks(
         self,
@@ -301,6 +319,11 @@ class MoELayer(nn.Module):
             raise MoEValueError(
                 "an MoE layer expects [batch, sequence, hidden] or [tokens, hidden], "
                 f"got shape {tuple(x.shape)}"
+            )
+        if x.dim() == 2 and self.groups.tp is not None and self.shared_experts is not None:
+            raise MoEValueError(
+                "ranks of groups.tp share out the positions of sequences, so an MoE layer expects "
+                f"[batch, sequence, hidden], got shape {tuple(x.shape)}"
             )
         if x.shape[-1] != self.config.hidden_size:
             raise MoEValueError(

@@ -5,8 +5,9 @@
     out_TD = out_TD + shared_experts(x_TD, shared_expert_gate(x_TD))
 
 Parameters have the names of transformers' shared experts. Several shared experts are one MLP of
-their total width, as in DeepSeek's checkpoints. Nothing here communicates: each rank applies the
-whole of it to its own tokens, so its gradients are reduced like those of any dense layer.
+their total width, as in DeepSeek's checkpoints. Each rank applies the whole of it to its own
+tokens, so its gradients are reduced like those of any dense layer; or ranks have parts of the width
+and apply these to the tokens of all (`in_parts`), so that only ranks with the same part sum theirs.
 
 Unless `experts_implementation="loop"`, the MLP saves its input and the outputs of the first two
 projections, and recomputes the activation in backward; the gate's factor is folded in before the
@@ -21,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
+from comm_collectives import all_gather, reduce_scatter
 from moe_pipeline.config import MoEConfig, SharedExpertOptions
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.weight_grad import DeferredWeightGrad, defer, deferrable, product
@@ -32,18 +35,31 @@ class SharedExpert(nn.Module):
     """`down_proj(scale * act(gate_proj(x)) * up_proj(x))` with `hidden_act` of the experts.
 
     Parameters `gate_proj.weight` and `up_proj.weight` [S, D], `down_proj.weight` [D, S].
+
+    Args:
+        tp_size: ranks that share S out evenly; the output is then a part of their sum.
+
+    Raises:
+        ValueError: S does not divide.
     """
 
     def __init__(
         self,
         config: MoEConfig,
         *,
+        tp_size: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         d, s = config.hidden_size, _options(config).moe_shared_expert_intermediate_size
+        if s % tp_size:
+            raise MoEValueError(
+                f"tp axis has {tp_size} ranks but moe_shared_expert_intermediate_size={s}; choose "
+                f"a divisor of {s}"
+            )
+        s //= tp_size
         self.gate_proj = nn.Linear(d, s, bias=False, device=device, dtype=dtype)
         self.up_proj = nn.Linear(d, s, bias=False, device=device, dtype=dtype)
         self.down_proj = nn.Linear(s, d, bias=False, device=device, dtype=dtype)
@@ -70,6 +86,22 @@ class SharedExpert(nn.Module):
         return _FusedMLP.apply(  # type: ignore[no-any-return]
             x_TD, scale_T1, *weights, _MLPCall(act, deferred)
         )
+
+
+def in_parts(
+    shared: SharedExpert, x_BPD: Tensor, group: ProcessGroup, timeout_s: float | None = None
+) -> Tensor:
+    """What a shared expert returns of which each rank of a group has a part, [B, P, D]. Collective.
+
+    So is its backward. Each rank brings, and gets, its own run of the positions of the same
+    sequences: runs as equal as can be, the longer ones first.
+    """
+    x_SBD = all_gather(x_BPD.transpose(0, 1), group=group, timeout_s=timeout_s)
+    part_SBD = shared(x_SBD.flatten(0, 1)).view(x_SBD.shape)
+    each, longer = divmod(len(x_SBD), group.size())
+    splits = [each + (rank < longer) for rank in range(group.size())]
+    own = reduce_scatter(part_SBD, splits=splits, group=group, timeout_s=timeout_s)
+    return own.transpose(0, 1)
 
 
 @final

@@ -29,7 +29,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moe_pipeline._torch_private import SavedTensorsHooks, saved_tensors_hooks_in_force
+from moe_pipeline._torch_private import (
+    SavedTensorsHooks,
+    saved_tensors_hooks_in_force,
+    storage_address,
+)
 from moe_pipeline.errors import MoETypeError
 from moe_pipeline.recomputation.recomputing import recompute
 
@@ -151,7 +155,7 @@ class _Hooks:
         """Have no tensor in the memory of this output saved."""
         storage = output.untyped_storage()
         if output.grad_fn is not None and storage.nbytes() > 0:
-            self._outputs[storage.data_ptr()] = _Output(output, output.grad_fn)
+            self._outputs[storage_address(storage)] = _Output(output, output.grad_fn)
 
     def forget(self) -> None:
         """Let go of the outputs: the graph holds the hooks, and would so hold itself for ever."""
@@ -177,7 +181,7 @@ class _Hooks:
         if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()
-        output = self._outputs.get(storage.data_ptr())
+        output = self._outputs.get(storage_address(storage))
         if output is None or output.storage() is not storage:  # another one's memory by now
             return None
         return output if output.dtype == tensor.dtype else None

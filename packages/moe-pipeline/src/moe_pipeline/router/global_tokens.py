@@ -58,5 +58,7 @@ def gather_tokens(
         position_G = torch.empty_like(order_G)
         position_G[order_G] = torch.arange(len(order_G), device=order_G.device)
         return GlobalTokens(
-            rows=tuple(each[order_G] for each in rows), own_T=position_G[rank_G == own_rank]
+            rows=tuple(each[order_G] for each in rows),
+            # Where no other rank exists, all of them say that they are this one.
+            own_T=position_G[rank_G == own_rank][:num_tokens],
         )

@@ -21,10 +21,10 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from moe_pipeline._torch_private import has_hooks
+from moe_pipeline._torch_private import FakeTensor, has_hooks
 
-# Not subclasses, which may be made of several tensors.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# Not other subclasses, which may be made of several tensors.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 # Of a factor: on a CPU a product of fewer, made in memory that stays in the cache and then added,
 # takes less time than one that adds itself.
 _FEW_ROWS = 128

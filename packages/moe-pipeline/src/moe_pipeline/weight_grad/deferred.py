@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from moe_pipeline._torch_private import saved_tensors_hooks_in_force
+from moe_pipeline._torch_private import address, saved_tensors_hooks_in_force, storage_address
 from moe_pipeline.weight_grad.accumulation import (
     PLAIN_TYPES,
     GradTarget,
@@ -113,7 +113,7 @@ class WorkList:
     def held_bytes(self) -> int:
         """Bytes of the distinct storages that the entries keep alive."""
         storages = [t.untyped_storage() for entry in self._entries for t in entry.held]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return sum({storage_address(each): each.nbytes() for each in storages}.values())
 
     @torch.no_grad()
     def run(self) -> None:
@@ -249,7 +249,7 @@ class Splitting:
     def _known(self, leaf: Tensor) -> _Known:
         """One alias for each weight: autograd then sums over its uses before delivering."""
         known = self.work_list.aliases.get(id(leaf))
-        if known is not None and known.alias.data_ptr() == leaf.data_ptr():
+        if known is not None and address(known.alias) == address(leaf):
             return known
         # With the leaf, so that its id stays its own.
         known = _Known(leaf, _alias_of(leaf), is_observed(leaf))
@@ -341,7 +341,7 @@ def _leaf_of(weight: Tensor) -> Tensor | None:
         return None
     if leaf.dim() < 2 or leaf.dtype != weight.dtype:
         return None
-    if weight.data_ptr() != leaf.data_ptr() or weight.shape != leaf.mT.shape:
+    if address(weight) != address(leaf) or weight.shape != leaf.mT.shape:
         return None
     return leaf if weight.stride() == leaf.mT.stride() else None
 
