@@ -1,6 +1,7 @@
 """States of objects, saved and loaded into fresh ones: equal in value and type, or refused."""
 
 import collections
+import copy
 import datetime
 import enum
 import io
@@ -16,6 +17,7 @@ from torch import nn
 from ranktest import run_ranks
 from ranktest.stateful import Holder
 from unified_ckpt import load, save
+from unified_ckpt.errors import LoadError
 from unified_ckpt.options import LoadOptions, SaveOptions
 
 
@@ -196,6 +198,22 @@ def test_lists_and_arrays_of_a_plain_state_dict_come_back_too(tmp_path: Path) ->
     only: dict[str, Any] = {"data": {"l": None}}  # a plain dict says which keys are wanted
     load(only, checkpoint_id=tmp_path / "c")
     assert same(only, {"data": {"l": state["data"]["l"]}})
+
+
+@pytest.mark.parametrize("given", [{}, {"x": {}}, {"x": None}], ids=repr)
+def test_the_values_of_a_list_are_not_loaded_without_its_tensors(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    state = {"data": {"x": {"l": [1, (2, t(3))], "n": 4}}}
+    save(state, checkpoint_id=tmp_path / "c")
+    back: dict[str, Any] = {"data": copy.deepcopy(given)}
+    with pytest.raises(LoadError, match=r"saved with 'data\.x\.l'.* None for what is to be made"):
+        load(back, checkpoint_id=tmp_path / "c")
+    report = load(back, checkpoint_id=tmp_path / "c", strict=False)
+    assert back == {"data": given} and "data.x.l" in report.missing
+    back = {"data": {"x": {"l": None, "n": None}}}
+    load(back, checkpoint_id=tmp_path / "c")
+    assert same(back, state)
 
 
 def test_a_tensor_that_fits_is_filled_in_place_and_ignored_items_stay(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from unified_ckpt import Shard, get_last_checkpoint, rotate, save
 from unified_ckpt.errors import DamagedCheckpointWarning
-from unified_ckpt.folders import check_steps_free
+from unified_ckpt.folders import check_steps_free, find_fault
 from unified_ckpt.folders.folder import is_complete
 
 
@@ -107,6 +107,35 @@ def test_rotation_removes_the_link_to_a_checkpoint_elsewhere_and_not_the_checkpo
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_rotation_keeps_what_links_lead_to_and_counts_no_link(scheme: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2, 3, 4, 5, 6):
+        save({"model": {"w": torch.ones(2)}}, checkpoint_id=f"{scheme}{run}/checkpoint-{step}")
+    (run / "best").symlink_to("checkpoint-2")
+    (run / "weights").symlink_to(next((run / "checkpoint-3").rglob("model.safetensors")))
+    (run / "checkpoint-9").symlink_to("checkpoint-4")
+    (run / "checkpoint-0").symlink_to("checkpoint-6")
+    (tmp_path / "again").symlink_to("run")
+    removed = rotate(f"{scheme}{tmp_path}/again", 1)
+    assert [path.name for path in removed] == ["checkpoint-5", "checkpoint-1"]
+    for name in ("best", *(f"checkpoint-{step}" for step in (0, 2, 3, 4, 6, 9))):
+        assert find_fault(f"{scheme}{run}/{name}") is None, name
+    (run / "checkpoint-9").unlink()
+    (run / "checkpoint-8").symlink_to("checkpoint-0")  # a link to a link
+    assert [path.name for path in rotate(f"{scheme}{run}", 1)] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_an_old_link_goes_and_not_what_it_leads_to(scheme: str, tmp_path: Path) -> None:
+    for place in ("archive/checkpoint-1", "run/checkpoint-2"):
+        save({"model": {"w": torch.ones(2)}}, checkpoint_id=f"{scheme}{tmp_path}/{place}")
+    (tmp_path / "run" / "checkpoint-1").symlink_to("../archive/checkpoint-1")
+    assert [path.name for path in rotate(f"{scheme}{tmp_path}/run", 1)] == ["checkpoint-1"]
+    assert find_fault(f"{scheme}{tmp_path}/archive/checkpoint-1") is None
+    assert not (tmp_path / "run" / "checkpoint-1").is_symlink()
+
+
 def test_rotation_refuses_to_remove_everything(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep=0 would remove every checkpoint"):
         rotate(tmp_path, 0)
@@ -119,6 +148,9 @@ def test_a_step_is_free_if_nothing_stands_there_that_a_save_may_not_replace(tmp_
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "checkpoint-7" / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint-9").write_text("a file")
+    (tmp_path / "checkpoint-10").symlink_to("checkpoint-1")
+    with pytest.raises(ValueError, match="checkpoint-10 is a link to checkpoint-1, which a save"):
+        check_steps_free(tmp_path, [10])
     check_steps_free(tmp_path, [*range(7), 8])
     for step in (7, 9):
         with pytest.raises(ValueError, match=rf"checkpoint-{step} is no .*step {step}; move it aw"):

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
+from ranktest import run_ranks
 from unified_ckpt import Shard, load, load_files, read_index, save
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.geometry.tensors.memory import narrow_box
 from unified_ckpt.loading import reader as reader_module
-from unified_ckpt.options import SaveOptions
+from unified_ckpt.options import LoadOptions, SaveOptions
 
 
 def box(key: str, tensor: torch.Tensor, global_shape: tuple, offset: tuple) -> Shard:
@@ -260,3 +262,45 @@ def test_the_reader_ends_its_threads_when_it_fails(tmp_path: Path) -> None:
         load([destination], checkpoint_id=folder)
     assert during
     assert not [thread for thread in during if thread.is_alive()]
+
+
+def test_stored_tensors_that_nothing_takes_are_in_the_report(tmp_path: Path) -> None:
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    save({"model": whole, "other": {"x": torch.ones(1)}}, checkpoint_id=tmp_path / "c")
+    bare = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 2))
+    report = load({"model": bare}, checkpoint_id=tmp_path / "c")
+    assert report.unused == ("0.bias",) and report.missing == ()
+    assert torch.equal(bare[0].weight, whole[0].weight)
+    wrapped = {f"module.{name}": tensor for name, tensor in whole.state_dict().items()}
+    assert load({"model": wrapped}, checkpoint_id=tmp_path / "c").unused == ()
+    ignoring = LoadOptions(ignored_keys=("0.bias",))
+    assert load({"model": bare}, checkpoint_id=tmp_path / "c", options=ignoring).unused == ()
+
+
+def test_a_rank_of_several_does_not_call_the_tensors_of_others_unused(tmp_path: Path) -> None:
+    save({"model": {"a": torch.ones(2), "b": torch.ones(3)}}, checkpoint_id=tmp_path / "c")
+
+    def fn(rank: int, world_size: int) -> tuple[str, ...]:
+        mine = {"ab"[rank]: torch.zeros(2 + rank)}
+        return load({"model": mine}, checkpoint_id=tmp_path / "c").unused
+
+    assert run_ranks(fn, 2) == [(), ()]
+
+
+def test_ranks_that_load_together_know_what_none_of_them_took(tmp_path: Path) -> None:
+    stored = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1), "d": torch.ones(1)}
+    save({"model": stored, "other": {"x": torch.ones(1)}}, checkpoint_id=tmp_path / "c")
+
+    def fn(rank: int, world_size: int) -> list[tuple[str, ...]]:
+        options = LoadOptions(group=dist.group.WORLD, ignored_keys=("d",) if rank else ())
+        mine: dict = {"model": {"ab"[rank]: torch.zeros(2 + rank)}}
+        place = tmp_path / "c"
+        here = load(mine, checkpoint_id=place, options=options).unused
+        if rank:
+            mine |= {"other": {}}
+        said = load(mine, checkpoint_id=place, strict=False, options=options).unused
+        shards = [Shard.of("a", torch.zeros(2), global_shape=(2,), offset=(0,))]
+        return [here, said, load(shards, checkpoint_id=place, options=options).unused]
+
+    first, second = run_ranks(fn, 2)
+    assert first == [("c",), ("c",), ()] and second == [("c",), ("c", "x"), ()]

@@ -436,3 +436,14 @@ def test_resume_takes_the_checkpoint_that_replaced_the_one_it_was_loading(tmp_pa
 
     expected = ("checkpoint-3", [1.0, 2.0, 3.0], [])
     assert run_ranks(fn, 2) == [expected, expected]
+
+
+def test_a_step_whose_name_is_a_link_is_not_saved_through_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, ManagerOptions(save_total_limit=1)) as opened:
+        opened.save(shards(1), 1)
+        (tmp_path / "checkpoint-2").symlink_to("checkpoint-1")
+        for call in (lambda: opened.save(shards(2), 2), lambda: opened.begin(2)):
+            with pytest.raises(ValueError, match="checkpoint-2 is a link to checkpoint-1"):
+                call()
+        opened.save(shards(3), 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]

@@ -1,3 +1,4 @@
+import copy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -310,3 +311,56 @@ def test_the_parts_form_writes_no_state_file(tmp_path: Path) -> None:
     )
     with pytest.raises(LoadError, match=r"no file 'unified_ckpt.json'"):
         load_files(tmp_path / "c", "unified_ckpt.json")
+
+
+class Remembering(torch.nn.Module):
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+SCALES = torch.arange(3.0)
+EXTRA = {
+    "tensor": SCALES,
+    "dict": {"scale": SCALES, "inner": {"history": [SCALES + 1, (SCALES,), 2], 7: "x"}, "n": 3},
+    "list": [SCALES, {"a": SCALES + 2}],
+    "value": {"steps": 4, "shape": torch.Size([2, 3])},
+    "nothing": None,
+    "no tensors": {},
+}
+
+
+@pytest.mark.parametrize("fresh", [None, {}, torch.zeros(9), {"scale": torch.zeros(2)}])
+@pytest.mark.parametrize("form", ["module", "state dict"])
+@pytest.mark.parametrize("name", EXTRA)
+def test_extra_states_of_modules_are_made_again_whatever_a_fresh_module_has(
+    name: str, form: str, fresh: object, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(Remembering(EXTRA[name]))
+    save({"model": model if form == "module" else model.state_dict()}, checkpoint_id=tmp_path / "c")
+    again = torch.nn.Sequential(Remembering(copy.deepcopy(fresh)))
+    if form == "module":
+        load({"model": again}, checkpoint_id=tmp_path / "c")
+    else:
+        state = again.state_dict()
+        load({"model": state}, checkpoint_id=tmp_path / "c")
+        again.load_state_dict(state)
+    assert repr(again[0].extra) == repr(EXTRA[name])
+
+
+@pytest.mark.parametrize(
+    "extra", [object(), {"q": SCALES.to_sparse()}, {1: SCALES, "1": SCALES}, [lambda: 0]]
+)
+def test_an_extra_state_that_no_load_can_make_again_is_refused_by_name(
+    extra: object, tmp_path: Path
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"0\._extra_state"):
+        save({"model": torch.nn.Sequential(Remembering(extra))}, checkpoint_id=tmp_path / "c")
+    assert not (tmp_path / "c").exists()

@@ -72,3 +72,13 @@ def test_structures_of_ranks_are_joined_by_key_or_refused() -> None:
     found = Structures({"a": {"@list": [None, [node("x"), "array"]]}})
     assert found.find("a.0") == node("x") and found.find("a.1") == "array"
     assert found.find("a.0.x") is None and found.has_inside("a") and not found.has_inside("a.0")
+
+
+def test_tensors_under_an_empty_key_are_refused_at_save_and_not_at_load(tmp_path: Path) -> None:
+    for state in ({"m": {"": torch.ones(1)}}, {"m": {"a": {"": {"b": torch.ones(1)}}}}):
+        with pytest.raises(ValueError, match=r"'m(\.a)?' has an empty key, which no path can say"):
+            save(state, checkpoint_id=tmp_path / "x")
+    save({"m": {"": 3}}, checkpoint_id=tmp_path / "c")
+    found: dict = {"m": {"": 0}}
+    load(found, checkpoint_id=tmp_path / "c")
+    assert found == {"m": {"": 3}}

@@ -173,13 +173,13 @@ def rename(old: Path, new: Path) -> None:
 
 
 def link_file(folder_fd: int, name: str, new: Path) -> bool:
-    """Give a file of an open folder a second name; False where the file system has none."""
+    """Give a file of an open folder a second name; False where it can have none."""
     try:
         os.link(name, new, src_dir_fd=folder_fd, follow_symlinks=False)
     except PermissionError:
         return False
     except OSError as error:
-        if error.errno in _NOT_SUPPORTED:
+        if error.errno in (*_NOT_SUPPORTED, errno.EXDEV, errno.EMLINK):
             return False
         raise
     return True

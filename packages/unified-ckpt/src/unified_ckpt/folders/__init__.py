@@ -5,6 +5,7 @@ May import: saving, plans, files.
 
 from unified_ckpt.folders.folder import Depth as Depth
 from unified_ckpt.folders.folder import check_depth as check_depth
+from unified_ckpt.folders.folder import check_no_link as check_no_link
 from unified_ckpt.folders.folder import check_steps_free as check_steps_free
 from unified_ckpt.folders.folder import checked_checkpoints as checked_checkpoints
 from unified_ckpt.folders.folder import find_fault as find_fault

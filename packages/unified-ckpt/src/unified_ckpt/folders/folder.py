@@ -213,6 +213,9 @@ def rotate(
     store its manifest goes first), so that none is ever half there; what is not complete is left
     for a person to look at. A load that still reads one raises `ReplacedCheckpointError`.
 
+    A symbolic link is no checkpoint of its own: it is none of the newest, only the link is removed,
+    and what a link leads to that stays in the folder (`best`, `checkpoint-9`) stays as well.
+
     Args:
         folder: the folder of a run.
         keep: how many of the newest stay.
@@ -225,20 +228,64 @@ def rotate(
     check_type("keep", keep, int)
     if keep < 1:
         raise CheckpointValueError(f"keep={keep} would remove every checkpoint; keep at least 1")
-    kept = {_full_name(path) for path in protect}
-    numbered = numbered_checkpoints(as_target("folder", folder))
-    complete = [path for path in numbered if is_complete(path)]
-    old = [path for path in complete[keep:] if _full_name(path) not in kept]
-    for checkpoint in old:
-        if isinstance(checkpoint, Location):
-            remove_stored(checkpoint)
+    place = as_target("folder", folder)
+    kept = _linked_in(place).union(*map(_real_names, protect))
+    old, left = list[Path | Location](), keep
+    for path in [path for path in numbered_checkpoints(place) if is_complete(path)]:
+        if left:  # a link is none of the newest, but may lead to an older one
+            kept |= _real_names(path)
+            left -= not _is_link(path)
         else:
-            _remove(checkpoint)
+            old.append(path)
+    old = [path for path in old if not _real_names(path) & kept]
+    for checkpoint in old:
+        on_disk = _on_disk(checkpoint)
+        if isinstance(checkpoint, Location) and not _is_link(checkpoint):
+            remove_stored(checkpoint)
+        elif on_disk is not None:
+            _remove(on_disk)
     return old
 
 
-def _full_name(path: Path | Location) -> str:
-    return str(path if isinstance(path, Location) else path.resolve())
+def _on_disk(path: Path | Location) -> Path | None:
+    return path.on_disk if isinstance(path, Location) else path
+
+
+def _is_link(path: Path | Location) -> bool:
+    on_disk = _on_disk(path)
+    return on_disk is not None and on_disk.is_symlink()
+
+
+def check_no_link(path: Path | Location) -> None:
+    """Refuse to save a step under a link's name, which would replace what the link leads to.
+
+    Raises:
+        CheckpointValueError: it is a link.
+    """
+    on_disk = _on_disk(path)
+    if on_disk is not None and on_disk.is_symlink():
+        raise CheckpointValueError(
+            f"{path} is a link to {os.readlink(on_disk)}, which a save would replace; remove the "
+            "link, or give it another name"
+        )
+
+
+def _real_names(path: Path | Location) -> set[str]:
+    """Return the name that a checkpoint has without links."""
+    on_disk = _on_disk(path)
+    return {str(path) if on_disk is None else os.path.realpath(on_disk)}
+
+
+def _linked_in(folder: Path | Location) -> set[str]:
+    """Return what links of other names lead to (`best`, `latest`), and the folders it is in."""
+    on_disk = _on_disk(folder)
+    if on_disk is None or not on_disk.is_dir():
+        return set()
+    links = [
+        e.path for e in os.scandir(on_disk) if e.is_symlink() and not _CHECKPOINT.match(e.name)
+    ]
+    real = [Path(os.path.realpath(link)) for link in links]
+    return {str(each) for path in real for each in (path, *path.parents)}
 
 
 def _remove(checkpoint: Path) -> None:
@@ -251,7 +298,8 @@ def _remove(checkpoint: Path) -> None:
 def check_steps_free(folder: Path | str | Location, steps: Container[int]) -> None:
     """Refuse steps whose `checkpoint-N` could not be written, before any of them is trained.
 
-    A save replaces a complete checkpoint; it never replaces a file, or a folder without manifest.
+    A save replaces a complete checkpoint; it never replaces a file, a link's target, or a folder
+    without manifest.
     In a store it replaces nothing under a name without manifest but what a killed save left.
 
     Args:
@@ -263,6 +311,7 @@ def check_steps_free(folder: Path | str | Location, steps: Container[int]) -> No
     """
     for path in reversed(numbered_checkpoints(as_target("folder", folder))):
         if step_of(path) in steps:
+            check_no_link(path)
             try:
                 if not isinstance(path, Location):
                     check_replaceable(path)

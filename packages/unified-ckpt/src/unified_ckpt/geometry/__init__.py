@@ -14,3 +14,4 @@ from unified_ckpt.geometry.regions import overlap as overlap
 from unified_ckpt.geometry.regions import split_box as split_box
 from unified_ckpt.geometry.shard import BoxMeta as BoxMeta
 from unified_ckpt.geometry.shard import Shard as Shard
+from unified_ckpt.geometry.shard import check_plain as check_plain

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, check_type
 from unified_ckpt.geometry.box import Box
@@ -115,6 +116,24 @@ class Shard:
         return plain
 
 
+def check_plain(key: str, tensor: torch.Tensor) -> None:
+    """Refuse tensors that have no shape yet, or none that is a box.
+
+    Raises:
+        CheckpointTypeError: names the tensor.
+    """
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise CheckpointTypeError(
+            f"{key!r}: {type(tensor).__name__} has no shape yet; run the module once, so that its "
+            "lazy parameters are made, or add it to ignored_keys"
+        )
+    if tensor.is_nested:
+        raise CheckpointTypeError(
+            f"{key!r}: a nested tensor has no shape that every layout could load; pass its values "
+            "and offsets"
+        )
+
+
 def _check_tensor(key: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointTypeError(f"{key!r}: tensor is a {type(tensor).__name__}, not a Tensor")
@@ -123,7 +142,13 @@ def _check_tensor(key: str, tensor: torch.Tensor) -> None:
         raise CheckpointTypeError(
             f"{key!r}: tensor is a {type(tensor).__name__}; pass its local tensor and box"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout != torch.strided:
         raise CheckpointTypeError(f"{key!r}: tensor is not a plain strided tensor: {tensor.layout}")
+    if tensor.is_quantized:
+        raise CheckpointTypeError(
+            f"{key!r}: tensor is quantized ({tensor.dtype}); pass its int_repr() and its scales"
+        )
     if tensor.device.type == "meta":
         raise CheckpointTypeError(f"{key!r}: tensor is on the meta device and holds no values")
+    if not tensor.data_ptr() and tensor.numel():
+        raise CheckpointTypeError(f"{key!r}: the memory of the tensor has been freed")

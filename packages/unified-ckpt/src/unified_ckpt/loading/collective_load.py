@@ -7,21 +7,29 @@ collective.
     load({"model": model, "optimizer": optimizer, "epoch": 0}, checkpoint_id="run/checkpoint-10")
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError, check_type
+from unified_ckpt.errors import CheckpointTypeError, LoadError, check_type
 from unified_ckpt.files.storage import Location, shown
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
+from unified_ckpt.loading.destinations import check_destinations
 from unified_ckpt.loading.hooks import StoredHooks
-from unified_ckpt.loading.jobs import LoadJob, make_jobs
-from unified_ckpt.loading.matching import check_all_matched, find_unmatched, lost
+from unified_ckpt.loading.jobs import LoadJob, Twins, make_jobs
+from unified_ckpt.loading.matching import (
+    PartUse,
+    check_all_matched,
+    find_unmatched,
+    lost,
+    parts_used,
+    unused_tensors,
+)
 from unified_ckpt.loading.reader import Reader
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.loading.together import read_together
@@ -30,6 +38,8 @@ from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 from unified_ckpt.saving.commit import Agreement
 from unified_ckpt.state import FlatState, StateDict, flatten_state
 
+_COMPARED_BYTES = 64 * 1024 * 1024  # of what is stored twice, at a time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
@@ -37,13 +47,17 @@ class LoadReport:
 
     `num_tensors` boxes were filled; `num_bytes` were read; `verified_bytes` of them were compared
     with checksums: those pieces that were read whole (see `verify_checkpoint` for all of them).
-    `missing` keys and paths were left untouched.
+    `missing` keys and paths were left untouched. `unused` are keys of stored tensors of the parts
+    in the state dict that no rank of `LoadOptions.group` takes and that are not ignored, as torch's
+    unexpected keys; no error, since a state dict may be a part of what was saved. Empty for one of
+    several ranks that reads alone, since others may take them, and for a list of shards.
     """
 
     num_tensors: int
     num_bytes: int
     verified_bytes: int
     missing: tuple[str, ...]
+    unused: tuple[str, ...]
 
 
 @collector_paused()
@@ -79,18 +93,17 @@ def load(
         options: what to take where the checkpoint lacks a tensor, and what to leave alone.
 
     Raises:
-        LoadError: a key is missing, or has another shape or dtype; or parameters of one group were
-            saved with different hyperparameters. Nothing was changed.
+        LoadError: a key is missing, or has another shape or dtype; or what shares a group or memory
+            was saved with other hyperparameters or values. Nothing was changed.
         CorruptCheckpointError: bytes are missing, cannot be read or differ from their checksum.
             Destinations may be partly filled.
-        ReplacedCheckpointError: the checkpoint was replaced, removed or written to again and again.
-            Destinations may be partly filled.
+        ReplacedCheckpointError: it was replaced again and again. Destinations may be partly filled.
         CheckpointTypeError: the state dict cannot be filled.
-        CheckpointValueError: a tensor does not fit its box, or shares memory between its elements.
+        CheckpointValueError: a tensor does not fit its box, or shares memory with another's part.
     """
     options = options or LoadOptions()
 
-    def fill(checkpoint: Checkpoint) -> LoadReport:
+    def fill(checkpoint: Checkpoint) -> tuple[LoadReport, dict[str, PartUse]]:
         return fill_state(
             state_dict,
             checkpoint=checkpoint,
@@ -102,10 +115,12 @@ def load(
         )
 
     if options.group is None:
-        return read_checkpoint(checkpoint_id, fill)
+        report, used = read_checkpoint(checkpoint_id, fill)
+        return replace(report, unused=unused_tensors(used, None))
     subject = f"load({shown(checkpoint_id)!r})"
     agreement = Agreement(options.group, timeout_s=options.timeout_s, subject=subject)
-    return read_together(agreement, checkpoint_id, fill)
+    report, used = read_together(agreement, checkpoint_id, fill)
+    return replace(report, unused=unused_tensors(used, agreement))
 
 
 def fill_state(
@@ -117,31 +132,37 @@ def fill_state(
     verify: bool | Literal["touched"] = True,
     cast: bool = False,
     options: LoadOptions,
-) -> LoadReport:
-    """As `load`, from a checkpoint that is open; not collective."""
+) -> tuple[LoadReport, dict[str, PartUse]]:
+    """As `load`, from a checkpoint that is open, and what is used of it; not collective."""
     sources = Sources(checkpoint, options)
     hooks = StoredHooks(sources, options)
     with ExitStack() as on_error:
         on_error.callback(hooks.undo)
         flat = _flatten(state_dict, part, hooks, options)
-        _check_destinations(flat)
-        jobs, missing = make_jobs(flat.parts, sources, cast=cast, strict=strict)
+        check_destinations(flat.parts)
+        twins: list[Twins] = []
+        jobs, missing = make_jobs(flat.parts, sources, cast=cast, strict=strict, twins=twins)
         missing += [*flat.lost, *hooks.lost_masters]
         lost_values = [path for path in flat.values if not sources.values.holds(path)]
+        lost_values += _take_unsaid(flat, hooks, checkpoint, strict=strict)
         unmatched = find_unmatched(flat, sources, hooks.is_ignored)
         if strict:
             check_all_matched(unmatched, checkpoint.folder)
             _check_nothing_missing(checkpoint, missing, lost_values)
+        _check_equal(checkpoint, twins, sources, cast=cast)
         reader = _read(checkpoint, jobs, verify=verify)
         on_error.pop_all()
     _put_values(flat, sources)
     hooks.finish()
-    return LoadReport(
+    report = LoadReport(
         num_tensors=sum(job.num_tensors for job in jobs),
         num_bytes=reader.num_bytes,
         verified_bytes=reader.verified_bytes,
         missing=(*dict.fromkeys(key for _, key in missing), *lost(unmatched), *lost_values),
+        unused=(),
     )
+    asks_for_parts = isinstance(state_dict, Mapping)  # a list of shards names what it wants
+    return report, parts_used(flat, sources, hooks.is_ignored) if asks_for_parts else {}
 
 
 def _read(
@@ -157,6 +178,46 @@ def _read(
             job.finish()
     _mark_changed(jobs)
     return reader
+
+
+def _check_equal(
+    checkpoint: Checkpoint, twins: Sequence[Twins], sources: Sources, *, cast: bool
+) -> None:
+    """Refuse to fill the same memory with stored tensors that differ."""
+    for batch in _in_batches(twins):
+        copies = [
+            (part, Shard(key=shard.key, tensor=torch.empty_like(shard.tensor), box=shard.box))
+            for both in batch
+            for part, shard in both
+        ]
+        parts: dict[str, list[Shard]] = {}
+        for part, copy in copies:
+            parts.setdefault(part, []).append(copy)
+        _read(checkpoint, make_jobs(parts, sources, cast=cast)[0], verify=True)
+        for (_, one), (_, other) in zip(copies[::2], copies[1::2], strict=True):
+            if not torch.equal(_bytes_of(one), _bytes_of(other)):
+                raise LoadError(
+                    f"{checkpoint.folder}: {one.key!r} and {other.key!r} are the same memory here, "
+                    "but other values are stored of each; give each its own, or add the one that "
+                    "is not wanted to ignored_keys"
+                )
+
+
+def _in_batches(twins: Sequence[Twins]) -> Iterator[list[Twins]]:
+    batch: list[Twins] = []
+    num_bytes = 0
+    for both in twins:
+        batch.append(both)
+        num_bytes += both[0][1].tensor.nbytes
+        if num_bytes >= _COMPARED_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _bytes_of(shard: Shard) -> torch.Tensor:
+    return shard.tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _flatten(
@@ -198,25 +259,34 @@ def _check_nothing_missing(
         )
 
 
+def _take_unsaid(
+    flat: FlatState, hooks: StoredHooks, checkpoint: Checkpoint, *, strict: bool
+) -> list[str]:
+    """Leave values alone that were saved as dicts with collections of tensors; return the paths.
+
+    An empty dict, or None, gets all values that stand under its name. Those of a list with tensors
+    are only half of it: without the tensors they would make a dict of something else.
+    """
+    structures, unsaid = hooks.structures_inside(), []
+    for path in [path for path, _ in flat.all_values() if path in structures]:
+        inside = [name for name in structures[path] if not hooks.is_ignored(name)]
+        if inside and strict:
+            raise LoadError(
+                f"{checkpoint.folder}: {path!r} was saved with {_first(inside)}, which has "
+                "tensors; what is given does not say that they are wanted. Give a dict with these "
+                "keys, and None for what is to be made; an object with load_state_dict; or "
+                "strict=False to leave it as it is"
+            )
+        if inside:
+            flat.empty.pop(path, None)
+            flat.values.pop(path, None)
+            unsaid += inside
+    return unsaid
+
+
 def _first(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:5]))
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
-
-
-def _check_destinations(flat: FlatState) -> None:
-    for shards in flat.parts.values():
-        for want in shards:
-            tensor = want.tensor
-            if tensor.is_contiguous():
-                continue
-            if 0 in tensor.stride() and any(
-                size > 1 and stride == 0
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            ):
-                raise CheckpointValueError(
-                    f"{want.key!r}: the destination {tuple(tensor.shape)} with strides "
-                    f"{tensor.stride()} shares memory between elements; pass a tensor that does not"
-                )
 
 
 def _mark_changed(jobs: Sequence[LoadJob]) -> None:

@@ -51,6 +51,10 @@ class StoredHooks:
         """Return whether there are structures of what was saved inside of a path."""
         return self._structures.has_inside(path)
 
+    def structures_inside(self) -> dict[str, list[str]]:
+        """Return what is made again by its structure, by each path that it is inside of."""
+        return self._structures.around()
+
     def value(self, path: str) -> tuple[bool, Any]:
         """Return whether a value of this path is stored, and the value."""
         return self._sources.values.get(path)

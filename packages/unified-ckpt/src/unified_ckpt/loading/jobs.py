@@ -16,12 +16,14 @@ import torch
 from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry import Box, BoxMeta, Shape, Shard, overlap
 from unified_ckpt.geometry.tensors import dtype_of, narrow_box
+from unified_ckpt.loading.destinations import memory_of
 from unified_ckpt.loading.part_index import PartIndex, StoredScale
 from unified_ckpt.loading.reader import Destination
-from unified_ckpt.loading.sources import Sources
+from unified_ckpt.loading.sources import Source, Sources
 from unified_ckpt.plans import LoadPlan, SplitTensor, StoredTensor, plan_load
 from unified_ckpt.state.compression import BLOCK, dequantize, moment_of
 
+Twins = tuple[tuple[str, Shard], tuple[str, Shard]]  # two wants with their parts
 Index = Mapping[str, StoredTensor | SplitTensor]
 
 
@@ -54,12 +56,20 @@ class LoadJob:
 
 
 def make_jobs(
-    parts: Mapping[str, Sequence[Shard]], sources: Sources, *, cast: bool, strict: bool = True
+    parts: Mapping[str, Sequence[Shard]],
+    sources: Sources,
+    *,
+    cast: bool,
+    strict: bool = True,
+    twins: list[Twins] | None = None,
 ) -> tuple[list[LoadJob], list[tuple[str, str]]]:
-    """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored."""
+    """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored.
+
+    `twins` gets wants of the same memory that are stored twice; only the first of them is read.
+    """
     groups: dict[tuple[str, bool], list[tuple[str, Shard]]] = {}
     missing: list[tuple[str, str]] = []
-    seen: dict[int, list[tuple[str, str, Shard]]] = {}
+    seen: dict[int, list[tuple[Source, str, Shard]]] = {}
     wanted = [part for part, shards in parts.items() if shards]
     lost = [part for part in wanted if not sources.has_source(part)]
     if lost and (strict or lost == wanted):
@@ -69,9 +79,17 @@ def make_jobs(
             source = sources.find(part, shard.key)
             if source is None:
                 missing.append((part, shard.key))
-            elif _is_new(seen, source.part, source.key, shard):
+                continue
+            first = _first_of(seen, source, part, shard)
+            if first is None:
                 group = groups.setdefault((source.part, source.cast or cast), [])
                 group.append((source.key, shard))
+            elif first[0][:2] != source[:2] or first[2].box.offset != shard.box.offset:
+                sources.taken.setdefault(source.part, set()).add(source.key)
+                if twins is not None:
+                    twins.append(((first[1], first[2]), (part, shard)))
+    for (part, _), wants in groups.items():
+        sources.taken.setdefault(part, set()).update(key for key, _ in wants)
     jobs = [
         _make_job(sources.index(part), wants, cast=group_cast)
         for (part, group_cast), wants in groups.items()
@@ -79,21 +97,21 @@ def make_jobs(
     return jobs, missing
 
 
-def _is_new(
-    seen: dict[int, list[tuple[str, str, Shard]]], part: str, key: str, shard: Shard
-) -> bool:
-    """Whether a tied tensor, the same memory under two keys, comes for the first time."""
+def _first_of(
+    seen: dict[int, list[tuple[Source, str, Shard]]], source: Source, part: str, shard: Shard
+) -> tuple[Source, str, Shard] | None:
+    """Return the first want of the same memory (tied weights), None if this one is it."""
     tensor = shard.tensor
+    if not tensor.numel():  # they all have the same address
+        return None
     others = seen.setdefault(tensor.data_ptr(), [])
-    if others and not tensor.numel():  # they all have the same address
-        return True
-    for other_part, other_key, other in others:
-        if (other_part, other_key, other.box.offset) == (part, key, shard.box.offset) and (
-            other.tensor.shape == tensor.shape and other.tensor.stride() == tensor.stride()
-        ):
-            return False
-    others.append((part, key, shard))
-    return True
+    if others:
+        memory = memory_of(tensor)
+        for other in others:
+            if memory_of(other[2].tensor) == memory:
+                return other
+    others.append((source, part, shard))
+    return None
 
 
 def _make_job(index: PartIndex, wants: Sequence[tuple[str, Shard]], *, cast: bool) -> LoadJob:

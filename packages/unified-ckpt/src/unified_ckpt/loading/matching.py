@@ -4,14 +4,16 @@ A name that does not match would else cost a run its moments without a word. Und
 state that this one does not take is another's, as long as all of its own parameters are found.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from unified_ckpt.errors import LoadError
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.options import base_key
+from unified_ckpt.saving.commit import Agreement
 from unified_ckpt.state import FlatState
 from unified_ckpt.state.naming import Names
 
@@ -96,6 +98,54 @@ def check_all_matched(found: Sequence[Unmatched], folder: object) -> None:
 def lost(found: Sequence[Unmatched]) -> list[str]:
     """Return the parameters that a load leaves without the states that others get."""
     return [key for each in found for key in (*each.dropped, *each.without)]
+
+
+@dataclass(frozen=True, slots=True)
+class PartUse:
+    """Which stored tensors of a part a rank takes, or ignores.
+
+    Attributes:
+        keys: of all its tensors, in order.
+        taken: for each key, whether this rank takes it.
+        asked: whether the rank's state dict has this part; else it stands for another one.
+    """
+
+    keys: Sequence[str]
+    taken: Sequence[bool]
+    asked: bool
+
+
+def parts_used(
+    flat: FlatState, sources: Sources, is_ignored: Callable[[str], bool]
+) -> dict[str, PartUse]:
+    """Return what becomes of the stored tensors of each part that a state dict has or reads."""
+    used = {}
+    for part in {**flat.parts, **sources.taken}:
+        if sources.has_part(part):
+            taken, keys = sources.taken.get(part, set()), sorted(sources.index(part).tensor_keys())
+            marks = [key in taken or is_ignored(key) for key in keys]
+            used[part] = PartUse(keys, marks, part in flat.parts)
+    return used
+
+
+def unused_tensors(used: Mapping[str, PartUse], agreement: Agreement | None) -> tuple[str, ...]:
+    """Return the stored keys of a state dict's parts that no rank takes.
+
+    Collective with an agreement, over its ranks, which have read the same checkpoint. Without one
+    only a process that is alone knows.
+    """
+    if agreement is None:
+        if not _is_alone():
+            return ()
+        agreement = Agreement(None, timeout_s=0.0, subject="load")
+    said = agreement.gather("parts", {part: len(use.keys) for part, use in used.items()})
+    found: list[str] = []
+    for part, num_keys in sorted({item for each in said for item in each.items()}):
+        use = used.get(part, PartUse((), [False] * num_keys, asked=False))
+        taken = agreement.any_at("unused", torch.tensor(use.taken, dtype=torch.bool)).tolist()
+        if use.asked:
+            found += [key for key, it_is in zip(use.keys, taken, strict=True) if not it_is]
+    return tuple(found)
 
 
 def _is_alone() -> bool:

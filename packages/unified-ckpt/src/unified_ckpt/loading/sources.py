@@ -43,11 +43,13 @@ class Sources:
         structure: nodes of nested states by dotted path.
         stateless: by part, keys of parameters of which an optimizer had no state; None if the
             checkpoint does not say it.
+        taken: by part, stored keys that jobs read.
     """
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self._checkpoint = checkpoint
         self._options = options
+        self.taken: dict[str, set[str]] = {}
         self._indexes: dict[str, PartIndex | None] = {}
         self._candidates: dict[str, list[tuple[str, bool, PartIndex]]] = {}
         self._master_dtypes: dict[str, StoredDtype] | None = None

@@ -42,6 +42,7 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import (
     Depth,
     check_depth,
+    check_no_link,
     checked_checkpoints,
     is_complete,
     numbered_checkpoints,
@@ -176,17 +177,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         folder, and notes the step, so that a resume finds it whatever a listing shows.
 
         Raises:
-            SaveArgumentError: the step is no whole number, or negative.
+            SaveArgumentError: the step is no whole number, or negative, or its name is a link's.
             SaveError: another job manages the folder by now, or the store does not answer. On
                 every rank.
         """
         if not isinstance(self.folder, Location):
-            return self.path(step)
+            return self._noted(step)
         with self._agreement(f"begin({step})").phase("begin", checks_arguments=True):
             return self._noted(step)
 
     def _noted(self, step: int) -> Path | Location:
-        place = self.path(step)
+        check_no_link(place := self.path(step))
         if self._hold is not None:
             self._hold.note(place.name)
         return place

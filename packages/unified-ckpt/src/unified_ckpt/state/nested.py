@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError, check_type
-from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry import Shard, check_plain
 from unified_ckpt.geometry.layouts import Layout, is_dtensor
 from unified_ckpt.geometry.tensors import is_wrapper
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, matcher
@@ -61,6 +61,7 @@ from unified_ckpt.state.structure import (
 from unified_ckpt.state.values import kind_of
 
 StateDict = Mapping[str, Any]
+_EXTRA_STATE = "_extra_state"  # what `nn.Module.get_extra_state` gives
 _BY_TEMPLATE = (MODEL, OPTIMIZER, MASTER_WEIGHTS)  # of them a rank loads what it holds, not all
 
 
@@ -141,6 +142,14 @@ class _Walker:
             self._visit(name, "", container, name, value)
 
     def _visit(self, part: str, key: str, container: Any, place: Any, value: Any) -> Node:
+        if isinstance(place, str) and place.rpartition(".")[2] == _EXTRA_STATE:
+            in_module, self._in_module = self._in_module, False
+            node = self._visit_held(part, key, ValueSlot(container, place))
+            self._in_module = in_module
+            return node
+        return self._visit_item(part, key, container, place, value)
+
+    def _visit_item(self, part: str, key: str, container: Any, place: Any, value: Any) -> Node:
         if isinstance(value, torch.Tensor):
             return self._add_tensor(part, key or part, value)
         if isinstance(value, Shard) or _are_shards(value):
@@ -171,6 +180,8 @@ class _Walker:
             self.flat.tuples.append((slot, items))
         self._inside += not keyed  # dicts of a load's template say which keys are wanted
         pairs = list(items.items() if keyed else enumerate(items))
+        if self._hooks is None and "" in (name for name, _ in pairs):
+            raise CheckpointValueError(f"{path!r} has an empty key, which no path can say; name it")
         nodes = [
             (name, self._visit(part, _join(key, str(name)), items, name, item))
             for name, item in pairs
@@ -196,19 +207,28 @@ class _Walker:
                 self._visit(part, place, holder[0], name, item)
             self._in_module = False
             return OWN
-        path = _join(part, key)
+        return self._visit_held(part, key, ValueSlot(holder, 0), by_template=part in _BY_TEMPLATE)
+
+    def _visit_held(
+        self, part: str, key: str, slot: ValueSlot, *, by_template: bool = False
+    ) -> Node:
+        """Take the state of an object, or a module's extra state, made again as it was saved.
+
+        With `by_template`, or where ranks hold different keys, one with tensors says what it wants.
+        """
+        path, value = _join(part, key), slot.get()
         if self._hooks is None:
             self._inside += 1
-            node = self._visit(part, key, holder, 0, holder[0])
+            node = self._visit_item(part, key, slot.container, slot.key, value)
             self._inside -= 1
             node = {STATEFUL: [None, [node]]}
             return node if node[STATEFUL][1] == [VALUE] else self._rooted(path, node)
         stored = self._hooks.structure(path)
-        by_template = part in _BY_TEMPLATE or (isinstance(stored, dict) and RANKS in stored)
-        if stored is None or (by_template and _holds_tensors(holder[0])):
-            self._visit(part, key, holder, 0, holder[0])
+        by_template |= isinstance(stored, dict) and RANKS in stored
+        if stored is None or (by_template and _holds_tensors(value)):
+            self._visit_item(part, key, slot.container, slot.key, value)
         else:
-            self._make(part, key, ValueSlot(holder, 0), _inner(stored))
+            self._make(part, key, slot, _inner(stored))
         return OWN
 
     def _remake(self, part: str, key: str, slot: ValueSlot, value: Any) -> bool:
@@ -360,9 +380,15 @@ class _Walker:
         if (part, key) in self._tensor_keys and "param_groups." not in key:
             raise CheckpointValueError(f"two tensors of part {part!r} have the key {key!r}")
         self._tensor_keys.add((part, key))
-        if is_wrapper(tensor) and not is_dtensor(tensor):
-            return self._add_wrapper(part, key, tensor)
-        placed = place_tensor(key, tensor, self._layout)
+        try:
+            check_plain(key, tensor)
+            if is_wrapper(tensor) and not is_dtensor(tensor):
+                return self._add_wrapper(part, key, tensor)
+            placed = place_tensor(key, tensor, self._layout)
+        except CheckpointTypeError:
+            if self._is_ignored(key):
+                return ABSENT
+            raise
         self._add_shards(part, placed)
         if not self._inside:
             return OWN

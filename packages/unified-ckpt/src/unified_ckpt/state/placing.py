@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from unified_ckpt.errors import CheckpointValueError
-from unified_ckpt.geometry import Box, Shard
+from unified_ckpt.geometry import Box, Shard, check_plain
 from unified_ckpt.geometry.layouts import Layout, dtensor_shards, is_dtensor
 
 
 def place_tensor(key: str, tensor: torch.Tensor, layout: Layout | None) -> Sequence[Shard]:
     """Return what a tensor is of which stored tensors: its placements or the layout say it."""
+    check_plain(key, tensor)
     if is_dtensor(tensor):
         return dtensor_shards(key, tensor)
     if layout is None:

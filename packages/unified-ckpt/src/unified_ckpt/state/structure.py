@@ -195,6 +195,15 @@ class Structures:
         """Return whether there are nodes inside of a path."""
         return any(each.startswith(f"{path}.") for each in self._nodes)
 
+    def around(self) -> dict[str, list[str]]:
+        """Return the paths of all nodes by each path that they are inside of."""
+        inside: dict[str, list[str]] = {}
+        for each in self._nodes:
+            for at, letter in enumerate(each):
+                if letter == ".":
+                    inside.setdefault(each[:at], []).append(each)
+        return inside
+
 
 def make_container(node: Mapping[str, Any], items: Sequence[tuple[Any, Any]]) -> Any:
     """Return a collection of a node's class."""

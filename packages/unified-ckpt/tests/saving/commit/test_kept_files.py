@@ -1,4 +1,5 @@
 import os
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -98,3 +99,14 @@ def test_a_checkpoint_of_nobody_else_is_replaced_without_a_word(tmp_path: Path) 
         write(tmp_path, 2, b=b"2")
     staging = Staging.make(tmp_path / "new")
     staging.close()
+
+
+def test_a_file_of_another_file_system_is_copied(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs two file systems")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        old = write(Path(folder), 1.0)
+        (old / "notes.txt").write_text("mine")
+        assert kept_files.keep_files(old, tmp_path) == ("notes.txt",)
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -40,6 +40,11 @@ class Location:
         """The folder that holds it."""
         return replace(self, key=self.key.rpartition("/")[0])
 
+    @property
+    def on_disk(self) -> Path | None:
+        """The path on this machine's file systems, None if it is elsewhere."""
+        return self.store.root / self.key if isinstance(self.store, LocalStore) else None
+
     def __truediv__(self, name: str) -> "Location":
         return replace(self, key=f"{self.key}/{name}" if self.key else name)
 

@@ -114,9 +114,16 @@ class Agreement:
         """
         if self.size == 1:
             return flags
-        device = _collective_device(self._group)
         kinds = list(type(flags))
-        raised = torch.tensor([kind in flags for kind in kinds], dtype=torch.int32, device=device)
+        raised = self.any_at(name, torch.tensor([kind in flags for kind in kinds]))
+        found = (kind for kind, on in zip(kinds, raised.tolist(), strict=True) if on)
+        return reduce(or_, found, type(flags)(0))
+
+    def any_at(self, name: str, marks: torch.Tensor) -> torch.Tensor:
+        """Return where any rank has a mark (bools, as many on each); collective over the group."""
+        if self.size == 1:
+            return marks
+        raised = marks.to(_collective_device(self._group), torch.uint8)
         try:
             work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group, async_op=True)
             if work is not None:
@@ -124,8 +131,7 @@ class Agreement:
         except RuntimeError as error:
             absent = "did not arrive, or died or went on as soon as they had"
             raise SavePeerError(self._lost(name, error, absent)) from error
-        found = (kind for kind, on in zip(kinds, raised.tolist(), strict=True) if on)
-        return reduce(or_, found, type(flags)(0))
+        return raised.to("cpu", torch.bool)
 
     def _gather_texts(self, text: bytes, *, keep: bool) -> list[bytes]:
         device = _collective_device(self._group)

@@ -40,17 +40,14 @@ _LOW = 2**32 - 1
 
 
 class _Control(ctypes.Structure):
-    """The head of the shared memory; every field is written in one store, so none is ever half.
+    """The head of the shared memory; both fields are written in one store, so none is ever half.
 
-    `taken` is the last snapshot that was looked at << 32 | the number taken in; `progress` of the
-    update under way, snapshot << 32 | units done; `undo_of`, alike, the unit that has an undo copy.
+    `taken` is the last snapshot that was looked at << 32 | the number taken in. `progress` is the
+    snapshot of the update under way << 32 | twice the units done, and 1 more while the next one is
+    being changed, of which there is an undo copy then.
     """
 
-    _fields_ = (
-        ("taken", ctypes.c_int64),
-        ("progress", ctypes.c_int64),
-        ("undo_of", ctypes.c_int64),
-    )
+    _fields_ = (("taken", ctypes.c_int64), ("progress", ctypes.c_int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,25 +206,24 @@ class EmaMemory:
 
     def _average(self, sources: list[torch.Tensor], number: int) -> None:
         weight = 1.0 - self.config.decay_at(self.num_updates)
-        base = number << 32
-        control = self._control
+        base, control = number << 32, self._control
         if control.progress >> 32 != number:
             control.progress = base
-        begin = control.progress - base
+        done, was_changing = divmod(control.progress - base, 2)
         for unit, (source, target) in enumerate(self._units(sources)):
-            if unit < begin:
+            if unit < done:
                 continue
             if target.dtype == torch.float32:
                 undo = self._undo[: target.numel()]
-                if control.undo_of == base + unit:
-                    target.copy_(undo)  # it was killed while it changed this unit
+                if unit == done and was_changing:
+                    target.copy_(undo)  # of a process that was killed while it changed this unit
                 else:
                     undo.copy_(target)
-                    control.undo_of = base + unit
+                    control.progress = base + 2 * unit + 1
                 self._mix(source, target, weight)
             else:
                 target.copy_(source)
-            control.progress = base + unit + 1
+            control.progress = base + 2 * unit + 2
 
     def _mix(self, source: torch.Tensor, target: torch.Tensor, weight: float) -> None:
         if weight == 1.0:
