@@ -8,6 +8,7 @@ one is valid until the next is asked for. What a chunk needs does not grow with 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ _KERNELS: Mapping[type[Operation], _Kernel] = {
     FromMx: mx.from_mx,
     ToMx: mx.to_mx,
 }
+_BOUND_BY_MEMORY = (Cast, Transpose, FromBlocks, ToBlocks)
+_BOUND_BY_MEMORY_METHODS = ("linear", "slerp", "model_stock", "task_arithmetic")
 
 
 def tensor_chunks(
@@ -67,10 +70,28 @@ def tensor_chunks(
     dtype = torch_dtype(computed.dtype, computed.key)
     inputs = tuple(TensorReader(tensor, files) for tensor in computed.inputs)
     left = tensor_size_bytes(computed.dtype, computed.shape)
-    with torch.no_grad():
+    with torch.no_grad(), _threads_for(computed.operation):
         for values in kernel(computed.operation, inputs, dtype, computed.shape, most):
             flat = values.to(dtype).contiguous()
             left -= flat.numel() * flat.element_size()
             yield bytes_of(flat)
     if left:
         raise WeightConvertError(f"{computed.key}: {-left} bytes too many were computed")
+
+
+@contextmanager
+def _threads_for(operation: Operation) -> Iterator[None]:
+    """One torch thread for what reads and writes more than it computes.
+
+    More threads are hardly faster there, and they wait for each other by spinning: twice the
+    processor time, and thirty times of it where another program has one of the cores.
+    """
+    light = isinstance(operation, _BOUND_BY_MEMORY) or (
+        isinstance(operation, Combine) and operation.method in _BOUND_BY_MEMORY_METHODS
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if light else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
