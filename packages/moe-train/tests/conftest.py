@@ -140,6 +140,33 @@ def random_batches() -> Callable[..., list[Batch]]:
     return make
 
 
+@pytest.fixture
+def ragged_batches() -> Callable[..., list[Batch]]:
+    """As `random_batches`, of rows of 11 places, each with other documents: two, one and padding,
+    at borders and beside them.
+    """
+
+    def make(config: Config, step: int, sample_rank: int, num_sample_ranks: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(step)
+        rows, length = config.train.global_batch_size, config.data.sequence_length
+        tokens = torch.randint(1, 300, (rows, length + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        positions = torch.arange(length).repeat(rows, 1)
+        for row in range(rows):
+            second, end = 1 + (row + step) % 8, 3 + (5 * row + step) % 9
+            positions[row, second:] -= second
+            labels[row, second - 1] = -100
+            positions[row, end:], labels[row, end - 1 :] = -1, -100
+        microbatches = torch.arange(rows).view(config.train.gradient_accumulation_steps, -1)
+        own = [part.chunk(num_sample_ranks)[sample_rank] for part in microbatches]
+        return [
+            Batch(input_ids=tokens[r, :-1], labels=labels[r], position_ids=positions[r])
+            for r in own
+        ]
+
+    return make
+
+
 class StepHook(RankContext):
     """Calls a function when a step is finished, before the save that follows."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm_collectives.call.groups import group_state
 from moe_train.config import Config
 from moe_train.parallel import choose_device, make_mesh, own_group, start
 from ranktest import collect_ranks, run_ranks
@@ -89,19 +90,33 @@ def test_coordinates_and_groups_are_those_of_a_row_major_mesh(
 
 
 def test_ranks_that_share_samples_are_neighbours_of_a_stage(configure: Configure) -> None:
-    config = configure("parallel.pp=2", "parallel.ep=6", "parallel.cp=3")
+    """Of 12 each three; and each six, of which two have the same positions and other heads."""
+    jobs = [
+        configure("parallel.pp=2", "parallel.ep=6", "parallel.cp=3"),
+        configure("parallel.pp=2", "parallel.ep=6", "parallel.cp=3", "parallel.tp=2"),
+    ]
 
     def run(rank: int, _: int) -> object:
-        at = start(config)
-        assert at.cp_group is not None
-        place = at.sample_rank, at.num_sample_ranks, at.cp_rank, at.cp
-        return dist.get_process_group_ranks(at.cp_group), place, at.num_positions(8)
+        found = []
+        for config in jobs:
+            at = start(config)
+            groups = (at.cp_group, at.sequence_group, at.tp.group, at.tensor_reduce_group)
+            groups += (at.embedding_group,)
+            members = [dist.get_process_group_ranks(group) if group else None for group in groups]
+            place = at.sample_rank, at.num_sample_ranks, at.counts_samples, at.num_positions(8)
+            found.append((members, place))
+        return found
 
-    for rank, (members, place, positions) in enumerate(run_ranks(run, 12)):  # type: ignore[misc]
-        first = rank // 3 * 3
-        assert members == [first, first + 1, first + 2]
-        assert place == (rank % 6 // 3, 2, rank % 3, 3)
-        assert positions == (3, 3, 2)[rank % 3]
+    for rank, (alone, shared) in enumerate(run_ranks(run, 12)):  # type: ignore[misc]
+        three, pair, six = rank // 3 * 3, rank // 2 * 2, rank // 6 * 6
+        same = [three, three + 1, three + 2]
+        place = (rank % 6 // 3, 2, rank % 3 == 0, (3, 3, 2)[rank % 3])
+        assert alone == ([same, same, None, None, list(range(12))], place)
+        heads = [six + rank % 2 + 2 * other for other in range(3)]
+        positions = (2, 1, 2, 1, 1, 1)[rank % 6]
+        groups = [heads, list(range(six, six + 6)), [pair, pair + 1], heads]
+        groups.append(list(range(rank % 2, 12, 2)))  # with the same rows of a shared embedding
+        assert shared == (groups, (0, 1, rank % 6 == 0, positions))
 
 
 def test_the_mesh_of_a_stage_holds_its_ranks_alone(configure: Configure) -> None:
@@ -133,6 +148,17 @@ def test_another_number_of_ranks_is_refused_on_every_rank_with_the_sizes(
             "the job has 2 ranks but parallel.pp=3 x dp=2 x ep=1 needs 6; "
             "start 6 ranks or change the sizes"
         )
+
+
+def test_every_group_compares_calls_as_often_as_the_job_says(configure: Configure) -> None:
+    config = configure("parallel.pp=2", "parallel.ep=2", "parallel.agreement_every=3")
+
+    def run(*_: int) -> set[int]:
+        at = start(config)
+        groups = at.ep_group, at.dp_group, at.data_group, at.forward_group, at.backward_group
+        return {group_state(group).policy.every for group in groups if group is not None}
+
+    assert run_ranks(run, 4) == [{3}] * 4
 
 
 def test_only_members_get_the_group_that_all_ranks_make() -> None:

@@ -94,8 +94,9 @@ def test_a_store_is_looked_at_as_a_folder_is(configure: Configure, tmp_path: Pat
     assert has_begun(config)
     with pytest.raises(ValueError, match="already holds checkpoints; pass --resume"):
         check(config, "")
-    with pytest.raises(ValueError, match=r"checkpoint-1 is at step 1 and train.max_steps=1"):
-        check(config, "latest")
+    for named in ("latest", url, f"{url}/checkpoint-1"):
+        with pytest.raises(ValueError, match=r"checkpoint-1 is at step 1 and train.max_steps=1"):
+            check(config, named)
     last = get_last_checkpoint(url)
     place = as_target("x", f"{url}/checkpoint-2/notes.txt")
     place.store.upload(place.key, [b"mine"], num_bytes=4)

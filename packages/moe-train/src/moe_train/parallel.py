@@ -1,26 +1,34 @@
 """Where this rank stands: its mesh coordinate, device and process groups, made once.
 
 The mesh axes are ("pp", "dp", "ep"), ranks row-major. Tokens are split over dp x ep ("data ranks"),
-experts over ep, layers over pp. Attention has its own axes over the data ranks: each cp neighbours
-of them share the positions of the same samples, and the others hold other samples.
+experts over ep, layers over pp. Attention has its own axes over the data ranks: each cp x tp
+neighbours of them share the positions of the same samples, and the others hold other samples; each
+tp neighbours share heads, the inner widths of dense MLPs and the vocabulary, and so have other
+parameters. Experts have theirs over the same ranks (parallel folding): each etp neighbours share
+the inner width of experts, then ep ranks the experts; the others hold the same shares of the same.
 """
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from comm_collectives import AgreementPolicy, set_agreement
 from mesh_spmd import ProcessMesh
 from moe_train.config import Config, ParallelConfig
 from moe_train.errors import TrainValueError
-from moe_train.model.parallel import WHOLE, PositionCut
+from moe_train.model.parallel import ALONE, WHOLE, PositionCut, TensorParallel
 
 AXES = ("pp", "dp", "ep")
-SIZES = (*AXES, "cp")
+SIZES = (*AXES, "cp", "tp", "etp")
 """What `parallel.relayout` gives the sizes of."""
+Sizes = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +38,19 @@ class Parallel:
     `stage` is this rank's place in the pipeline, of `num_stages`; `stages` are the numbers of the
     stages that it holds, which are several where a rank has several, and `has_last` says whether
     the last of all is among them. `data_rank` counts the ranks that hold other tokens of the
-    same microbatch, from 0 to `num_data_ranks` - 1; of them `cp_group` holds the same samples, each
-    rank other positions (`cut`), and is None where a rank has whole samples. Pipeline transfers
-    have one group per direction, so that a transfer forwards never queues behind one backwards.
-    `embedding_group` holds all ranks of the first and of the last stage, where these are on two
-    ranks and this is one of them: they may share an embedding. `dense_reduce_group` and
+    same microbatch, from 0 to `num_data_ranks` - 1; of them `sequence_group` holds the same
+    samples, each rank other positions (`cut`), and is None where a rank has whole samples: the
+    ranks of `cp_group`, which have the same heads, times those of `tp`. Pipeline transfers have one
+    group per direction, so that a transfer forwards never queues behind one backwards.
+    `embedding_group` holds the ranks of the first and of the last stage with the same rows of the
+    vocabulary, where these stages are on two ranks and this is one of them: they may share an
+    embedding. `ep_group` shares out experts, `etp_group` (None of one rank) each of them, and
+    `dp_group` holds the same of the same ones. `dense_reduce_group` and
     `expert_reduce_group` sum gradients: the ranks of `data_group` and `dp_group`, and groups of
-    their own where that runs beside a backward, which makes calls in the others. `is_alone`: the
-    other ranks do not exist, and this one is built to learn its memory: without weights, its
-    neighbours answered for.
+    their own where that runs beside a backward, which makes calls in the others; so do
+    `tensor_reduce_group` and `tensor_group`, the ranks with the same part of what those of `tp`
+    share out. `is_alone`: the other ranks do not exist, and this one is built to learn its memory:
+    without weights, its neighbours answered for.
     """
 
     mesh: ProcessMesh
@@ -58,7 +70,12 @@ class Parallel:
     forward_group: dist.ProcessGroup | None
     backward_group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
+    etp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
+    sequence_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    tensor_reduce_group: dist.ProcessGroup | None = None
+    tp: TensorParallel = ALONE
     cut: PositionCut = WHOLE
     is_alone: bool = False
 
@@ -68,24 +85,24 @@ class Parallel:
         return self.mesh.submesh("dp", "ep", of=self.rank)
 
     @property
-    def cp(self) -> int:
-        """Ranks that share each sample."""
-        return self.cut.size
+    def num_sharing(self) -> int:
+        """Ranks that share each sample: cp x tp."""
+        return self.cut.outer.size * self.tp.size
 
     @property
-    def cp_rank(self) -> int:
-        """Which part of its samples' positions this rank has, from 0 to cp - 1."""
-        return self.cut.rank
+    def counts_samples(self) -> bool:
+        """Whether this rank is the first of those that share samples, which counts them for all."""
+        return self.data_rank % self.num_sharing == 0
 
     @property
     def sample_rank(self) -> int:
         """Which part of a microbatch's samples this rank has, from 0 to `num_sample_ranks` - 1."""
-        return self.data_rank // self.cp
+        return self.data_rank // self.num_sharing
 
     @property
     def num_sample_ranks(self) -> int:
         """Into how many parts the samples of a microbatch are shared out."""
-        return self.num_data_ranks // self.cp
+        return self.num_data_ranks // self.num_sharing
 
     def num_positions(self, length: int) -> int:
         """How many of the positions of a sample of this length this rank has."""
@@ -108,13 +125,22 @@ def make_mesh(config: ParallelConfig) -> ProcessMesh:
 
 
 def sample_mesh(config: ParallelConfig) -> ProcessMesh:
-    """The same ranks by what attention needs: ("pp", "samples", "cp")."""
-    return ProcessMesh((config.pp, config.num_sample_ranks, config.cp), ("pp", "samples", "cp"))
+    """The same ranks by what attention needs: ("pp", "samples", "cp", "tp")."""
+    sizes = (config.pp, config.num_sample_ranks, config.cp, config.tp)
+    return ProcessMesh(sizes, ("pp", "samples", "cp", "tp"))
 
 
-def cut_of(config: ParallelConfig, cp_rank: int) -> PositionCut:
-    """The positions of one of the ranks that share samples."""
-    return PositionCut(rank=cp_rank, size=config.cp, is_folded=config.cp_attention == "ring")
+def expert_mesh(config: ParallelConfig) -> ProcessMesh:
+    """The same ranks by what experts need: ("pp", "dp", "ep", "etp")."""
+    sizes = (config.pp, config.dp // config.etp, config.ep, config.etp)
+    return ProcessMesh(sizes, (*AXES, "etp"))
+
+
+def cut_of(config: ParallelConfig, rank: int) -> PositionCut:
+    """The positions of one of the cp x tp ranks that share samples."""
+    cp_rank, tp_rank = divmod(rank, config.tp)
+    cut = PositionCut(rank=cp_rank, size=config.cp, is_folded=config.cp_attention == "ring")
+    return cut if config.tp == 1 else PositionCut(rank=tp_rank, size=config.tp, within=cut)
 
 
 def choose_device(wanted: str, local_ranks: int = 1) -> torch.device:
@@ -154,6 +180,13 @@ def _has_cards_of_its_own() -> bool:
     return is_bound and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
+def set_num_threads(wanted: int | None = None) -> None:
+    """Let torch use so many CPU threads; None: this rank's share of the cores it may run on."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(wanted or max(1, cores // ranks))
+
+
 def start(config: Config) -> Parallel:
     """Join the training job and make every group; see `join`."""
     return join(config.parallel, config.train.device)
@@ -178,25 +211,19 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         backend, bound = ("cpu:gloo,cuda:nccl", device) if is_cuda else ("gloo", None)
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
     mesh = make_mesh(config)
-    if dist.get_world_size() != mesh.size:
-        sizes = f"pp={config.pp} x dp={config.dp} x ep={config.ep}"
-        raise TrainValueError(
-            f"the job has {dist.get_world_size()} ranks but parallel.{sizes} needs {mesh.size}; "
-            f"start {mesh.size} ranks or change the sizes"
-        )
+    _check_ranks(config, dist.get_world_size())
     rank = dist.get_rank()
     at = mesh.coordinate(rank)
     pipelined = config.pp > 1
 
     def along(*axes: str, of: ProcessMesh = mesh) -> dist.ProcessGroup:
-        # Not those of a DeviceMesh, whose limit is torch's own: ten minutes, or thirty.
-        groups = [own_group(ranks, rank, timeout) for ranks in of.groups(*axes)]
-        return next(filter(None, groups))
+        return _group_of(of.groups(*axes), rank, config)
 
-    dp_group, data_group = along("dp"), along("dp", "ep")
+    along_experts = partial(along, of=expert_mesh(config))
+    dp_group, data_group = along_experts("dp"), along("dp", "ep")
     overlaps = config.overlap_grad_reduce or config.sharding > 1
+    attention = _AttentionGroups.of(config, partial(along, of=sample_mesh(config)), overlaps)
     last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
-    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, last)]
     return Parallel(
         mesh=mesh,
         rank=rank,
@@ -207,17 +234,77 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         data_rank=at["dp"] * config.ep + at["ep"],
         num_data_ranks=config.dp * config.ep,
         device=device,
-        ep_group=along("ep"),
+        ep_group=along_experts("ep"),
         dp_group=dp_group,
         data_group=data_group,
         dense_reduce_group=along("dp", "ep") if overlaps else data_group,
-        expert_reduce_group=along("dp") if overlaps else dp_group,
+        expert_reduce_group=along_experts("dp") if overlaps else dp_group,
+        etp_group=along_experts("etp") if config.etp > 1 else None,
         forward_group=along("pp") if pipelined else None,
         backward_group=along("pp") if pipelined else None,
-        embedding_group=own_group(ends, rank, timeout) if last else None,
-        cp_group=along("cp", of=sample_mesh(config)) if config.cp > 1 else None,
-        cut=cut_of(config, sample_mesh(config).coordinate(rank)["cp"]),
+        embedding_group=_ends(config, mesh, last, timeout) if last else None,
+        cp_group=attention.cp,
+        sequence_group=attention.sequence,
+        tensor_group=attention.tensor,
+        tensor_reduce_group=attention.tensor_reduce,
+        tp=TensorParallel(rank=rank % config.tp, size=config.tp, group=attention.tp),
+        cut=cut_of(config, rank % (config.cp * config.tp)),
     )
+
+
+def _check_ranks(config: ParallelConfig, num_ranks: int) -> None:
+    if num_ranks != config.world_size:
+        sizes = f"pp={config.pp} x dp={config.dp} x ep={config.ep}"
+        raise TrainValueError(
+            f"the job has {num_ranks} ranks but parallel.{sizes} needs {config.world_size}; start "
+            f"{config.world_size} ranks or change the sizes"
+        )
+
+
+def _ends(
+    config: ParallelConfig, mesh: ProcessMesh, last: int, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """The ranks of the first and the last stage that hold the same rows of an embedding.
+
+    None on a rank of another stage. Collective over all ranks.
+    """
+    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, last)]
+    parts = [[r for r in ends if r % config.tp == part] for part in range(config.tp)]
+    groups = [own_group(ranks, dist.get_rank(), timeout) for ranks in parts]
+    return next(filter(None, groups), None)
+
+
+class _AttentionGroups(NamedTuple):
+    """This rank's groups along the axes of attention; None of those with one rank."""
+
+    cp: dist.ProcessGroup | None
+    tp: dist.ProcessGroup | None
+    sequence: dist.ProcessGroup | None
+    tensor: dist.ProcessGroup | None
+    tensor_reduce: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls, config: ParallelConfig, along: Callable[..., dist.ProcessGroup], overlaps: bool
+    ) -> "_AttentionGroups":
+        """Make them. Collective over all ranks."""
+        cp = along("cp") if config.cp > 1 else None
+        if config.tp == 1:
+            return cls(cp, None, cp, None, None)
+        tp, tensor = along("tp"), along("samples", "cp")
+        sequence = tp if cp is None else along("cp", "tp")
+        return cls(cp, tp, sequence, tensor, along("samples", "cp") if overlaps else tensor)
+
+
+def _group_of(
+    groups: Iterable[Sequence[int]], rank: int, config: ParallelConfig
+) -> dist.ProcessGroup:
+    """Make groups that have each rank once; the one of this rank. Collective over all ranks."""
+    # Not those of a DeviceMesh, whose limit is torch's own: ten minutes, or thirty.
+    timeout = timedelta(seconds=config.timeout_s)
+    group = next(filter(None, [own_group(ranks, rank, timeout) for ranks in groups]))
+    set_agreement(AgreementPolicy(every=config.agreement_every), group=group)
+    return group
 
 
 def own_group(ranks: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -1,3 +1,4 @@
+import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -7,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moe_train.checkpoint import rank_tensors
 from moe_train.checkpoint.finding import find_checkpoint, newest_checkpoint
 from moe_train.checkpoint.trainer_state import TrainerState, read_state
 from moe_train.checkpoint.training_state import (
@@ -51,8 +53,9 @@ def test_a_damaged_newer_checkpoint_is_one_line_of_the_log(
     (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"torn")
     assert newest_checkpoint(tmp_path) == find_checkpoint(tmp_path, "latest")
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert find_checkpoint(tmp_path / "other", str(tmp_path)) == tmp_path / "checkpoint-2"
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3 and len(set(lines)) == 1
+    assert len(lines) == 4 and len(set(lines)) == 1
     assert lines[0].startswith(f"warning: {tmp_path / 'checkpoint-3'} is passed over")
     assert "model.safetensors: 4 bytes, expected" in lines[0] and "\n" not in lines[0]
 
@@ -192,6 +195,34 @@ def test_new_rows_of_vocabulary_are_the_same_means_where_rows_are_shared_out(
             assert torch.equal(torch.cat(parts), expected), name
     for matrix in ("model.embed_tokens.weight", "lm_head.weight"):
         assert bool(whole[f"master {matrix}"][-1].any())
+
+
+@pytest.mark.parametrize("sizes", [(), ("parallel.pp=2",)])
+def test_stored_weights_that_no_layer_of_any_rank_takes_are_one_line_of_the_log(
+    configure: Configure,
+    random_batches: Batches,
+    tmp_path: Path,
+    sizes: tuple[str, ...],
+) -> None:
+    saved(configure(), random_batches)
+    (file,) = (tmp_path / "run" / "checkpoint-2").glob("model*.safetensors")
+    copied = ("model.layers.9.embed_tokens.weight", "model.layers.0.rotary_emb.inv_freq")
+    extra = {name: torch.ones(2) for name in ("model.layers.0.mlp.gate.scale", *copied)}
+    source = tmp_path / "found"
+    source.mkdir()
+    save_file(load_file(file) | extra, source / "model.safetensors")
+
+    def load(checkpointer: Checkpointer) -> list[str]:
+        lines: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = lines.append  # type: ignore[method-assign]
+        rank_tensors.logger.addHandler(handler)
+        checkpointer.load_weights(source)
+        return [line.getMessage() for line in lines]
+
+    ranks = loaded(configure(*sizes, **({"vocab_size": 331} if sizes else {})), load)
+    line = f"warning: {source} holds tensors that no layer takes: model.layers.0.mlp.gate.scale"
+    assert [lines for _, _, lines in ranks] == [[line], *[[] for _ in ranks[1:]]]
 
 
 DTYPES = {

@@ -190,10 +190,10 @@ def test_the_layout_follows_the_finished_steps() -> None:
         *[(2, 2, 1)] * 2,
     ]
     assert [made.next_change(step) for step in (0, 9, 10, 20)] == [10, 10, 20, None]
-    assert made.changed(15, (1, 4, 1, 1)).at_step(16).axis_sizes == (1, 4, 1)
-    assert made.changed(15, (1, 4, 1, 1)).at_step(20).axis_sizes == (2, 2, 1)
-    assert made.changed(10, (1, 4, 1, 2)).at_step(10).sizes == (1, 4, 1, 2)
-    assert ParallelConfig(ep=4, cp=2, relayout=("9: ep=4",)).at_step(9).sizes == (1, 1, 4, 1)
+    assert made.changed(15, (1, 4, 1, 1, 1, 1)).at_step(16).axis_sizes == (1, 4, 1)
+    assert made.changed(15, (1, 4, 1, 1, 1, 1)).at_step(20).axis_sizes == (2, 2, 1)
+    assert made.changed(10, (1, 4, 1, 2, 2, 2)).at_step(10).sizes == (1, 4, 1, 2, 2, 2)
+    assert ParallelConfig(ep=4, cp=2, relayout=("9: ep=4",)).at_step(9).sizes == (1, 1, 4, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,8 @@ def test_the_layout_follows_the_finished_steps() -> None:
         (["10: pp=4", "10: ep=4"], "'10: ep=4' does not come after step 10"),
         (["0: pp=4"], "'0: pp=4' does not come after step 0"),
         (["pp=4"], "'pp=4' is no change of layout"),
-        (["10: tp=4"], "'10: tp=4' is no change of layout"),
+        (["10: xp=4"], "'10: xp=4' is no change of layout"),
+        (["10: ep=4 cp=2 tp=4"], "cp=2 * tp=4 ranks share each sample, but the dp * ep = 4 ranks"),
         (["10: pp=2 pp=2"], "'10: pp=2 pp=2' is no change of layout"),
         (["10:"], "'10:' is no change of layout"),
         (["10: ep=4 cp=3"], "cp=3 ranks share each sample, but the dp * ep = 4 ranks"),
@@ -216,7 +217,7 @@ def test_changes_of_layout_that_cannot_be_are_refused(changes: list[str], messag
 
 def test_ranks_that_share_samples_are_some_of_a_stage_and_no_more_than_heads() -> None:
     made = ParallelConfig(pp=2, dp=2, ep=3, cp=3)
-    assert (made.world_size, made.num_sample_ranks, made.sizes) == (12, 2, (2, 2, 3, 3))
+    assert (made.world_size, made.num_sample_ranks, made.sizes) == (12, 2, (2, 2, 3, 3, 1, 1))
     with pytest.raises(TrainValueError, match=r"parallel\.cp=4 .* dp \* ep = 6 .* 1, 2, 3, 6"):
         ParallelConfig(dp=2, ep=3, cp=4)
     for heads in (3, 8):
@@ -237,6 +238,39 @@ def test_ranks_that_share_samples_take_them_together() -> None:
     shared.check_batch()
     with pytest.raises(ValueError, match=r"dp=4 \* parallel\.ep=1 / parallel\.cp=2 = 2; choose 2"):
         config(parallel=ParallelConfig(dp=4, cp=2), train=train(global_batch_size=3)).check_batch()
+
+
+def test_ranks_that_share_heads_divide_them_and_leave_enough_to_the_others() -> None:
+    made = ParallelConfig(pp=2, dp=4, ep=2, cp=2, tp=2)
+    assert (made.num_sample_ranks, made.sizes) == (2, (2, 4, 2, 2, 2, 1))
+    nothing = {"num_hidden_layers": None, "num_experts": None}
+    made.check_divides(**nothing, num_heads=4)
+    with pytest.raises(TrainValueError, match=r"tp=2 .* num_attention_heads=5 .*choose among 1$"):
+        made.check_divides(**nothing, num_heads=5)
+    with pytest.raises(TrainValueError, match=r"=2 / parallel\.tp=2, .* is parallel\.cp=1, or set"):
+        made.check_divides(**nothing, num_heads=2)
+    dataclasses.replace(made, cp_attention="ring").check_divides(**nothing, num_heads=2)
+    made.check_tensor(widths={}, vocab_size=4, norms_all_heads=False)
+    wide = ParallelConfig(dp=6, tp=6)
+    with pytest.raises(TrainValueError, match=r"vocab_size=5, at least .* is parallel\.tp=3$"):
+        wide.check_tensor(widths={}, vocab_size=5, norms_all_heads=False)
+    with pytest.raises(TrainValueError, match=r"tp=6 .* intermediate_size=8 .*among 1, 2$"):
+        wide.check_tensor(widths={"intermediate_size": 8}, vocab_size=6, norms_all_heads=False)
+    with pytest.raises(TrainValueError, match=r"norms queries .* parallel\.cp=6"):
+        wide.check_tensor(widths={"intermediate_size": 6}, vocab_size=6, norms_all_heads=True)
+
+
+def test_a_shared_expert_is_not_overlapped_where_ranks_share_it() -> None:
+    with pytest.raises(TrainValueError, match=r"tp=2 ranks gather .* moe\.shared_expert_overlap"):
+        config(moe=MoeTable(shared_expert_overlap=True), parallel=ParallelConfig(ep=2, tp=2))
+
+
+def test_muon_is_refused_where_a_layout_cuts_matrices() -> None:
+    muon = OptimizerConfig(lr=1e-3, name="muon")
+    assert config(optimizer=muon, parallel=ParallelConfig(dp=2, relayout=("3: dp=2 cp=2",)))
+    for parallel in (ParallelConfig(dp=2, tp=2), ParallelConfig(dp=2, relayout=("3: ep=2 tp=2",))):
+        with pytest.raises(TrainValueError, match=r"parallel\.tp=2 cuts matrices .*adamw"):
+            config(optimizer=muon, parallel=parallel)
 
 
 def test_a_layout_cannot_change_where_states_are_kept_on_nodes() -> None:
@@ -281,7 +315,7 @@ def test_experts_lie_as_the_keys_say() -> None:
     found = [made.at_step(step).parts_by_layer([0]) for step in (0, 2, 4, 6, 8)]
     assert found == [{0: (3, 5)}, {0: (1, 7)}, {}, {}, {0: (1, 7)}]
     assert [made.is_by_load(step) for step in (5, 6, 7, 8)] == [False, True, True, False]
-    asked = made.changed(5, (1, 1, 2, 1), "4,4")
+    asked = made.changed(5, (1, 1, 2, 1, 1, 1), "4,4")
     assert asked.at_step(5).parts_by_layer([0]) == {0: (4, 4)}
     assert [asked.last_change(step) for step in (1, 4, 5, 6)] == [0, 4, 5, 6]
 

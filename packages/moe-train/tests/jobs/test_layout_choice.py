@@ -33,6 +33,7 @@ def test_twenty_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
     assert values_of(layouts, "parallel.cp") == {1, 2, 3, 4}
     exchanged = [x for x in layouts if x.values["parallel.cp_attention"] == "all_to_all"]
     assert values_of(exchanged, "parallel.cp") == {1, 2}, "two heads"
+    assert values_of(layouts, "parallel.tp") == {1, 2}, "two heads"
     assert values_of(layouts, "train.gradient_accumulation_steps") == {1, 2, 4}
     for name, values in VALUES.items():
         only = {False} if name == "moe.shared_expert_overlap" else set(values)

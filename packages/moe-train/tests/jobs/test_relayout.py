@@ -26,20 +26,20 @@ def run(configure: Configure) -> Path:
 
 def test_a_running_job_is_asked_and_others_are_not(run: Path) -> None:
     with pytest.raises(ValueError, match=r"no moe-train runs in .*parallel.pp=2 .*--resume"):
-        request_relayout(run, (2, 1, 1, 1))
+        request_relayout(run, (2, 1, 1, 1, 1, 1))
     with pytest.raises(ValueError, match=r"parallel.ep=2 parallel.expert_parts='\[\"1,5\"\]' and"):
-        request_relayout(run, (1, 1, 2, 1), "1,5")
+        request_relayout(run, (1, 1, 2, 1, 1, 1), "1,5")
     with pytest.raises(ValueError, match=r"has no config\.resolved\.toml"):
-        request_relayout(run.parent, (2, 1, 1, 1))
+        request_relayout(run.parent, (2, 1, 1, 1, 1, 1))
     assert not (run / "relayout.json").exists()
     with claimed(run / "run.lock", "in use"):
-        assert "asked" in request_relayout(run, (2, 1, 1, 1))
+        assert "asked" in request_relayout(run, (2, 1, 1, 1, 1, 1))
     assert (run / "relayout.json").exists()
 
 
 def test_a_layout_that_does_not_fit_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="'1: pp=4 dp=1 ep=1' needs 4 ranks, but the job has 2"):
-        request_relayout(run, (4, 1, 1, 1))
+        request_relayout(run, (4, 1, 1, 1, 1, 1))
 
 
 def test_every_layout_of_a_schedule_is_checked_before_the_job_begins(configure: Configure) -> None:
@@ -59,10 +59,10 @@ def test_experts_that_do_not_fit_are_refused(configure: Configure, run: Path) ->
         ("many", "is no change of layout"),
     ):
         with pytest.raises(ValueError, match=message):
-            request_relayout(run, (1, 1, 2, 1), experts)
+            request_relayout(run, (1, 1, 2, 1, 1, 1), experts)
     with claimed(run / "run.lock", "in use"):
         for experts in ("1,5", "load"):
-            assert f"experts={experts}" in request_relayout(run, (1, 1, 2, 1), experts)
+            assert f"experts={experts}" in request_relayout(run, (1, 1, 2, 1, 1, 1), experts)
     config = configure("parallel.dp=2", 'parallel.relayout=["2: ep=2 experts=load"]')
     check_model(config, read_model_config(config))
     config = configure("parallel.ep=2", 'parallel.expert_parts=["9: 1,5"]')

@@ -43,10 +43,10 @@ def test_a_layout_asked_of_an_earlier_job_is_forgotten_and_one_asked_while_ranks
 ) -> None:
     (tmp_path / "run").mkdir()
     requests = LayoutRequests(tmp_path / "run")
-    requests.ask((1, 2, 1, 1))
+    requests.ask((1, 2, 1, 1, 1, 1))
     with run_folder(configure(), None, command=""):
         assert not requests.is_waiting()
-        requests.ask((1, 1, 2, 1))
+        requests.ask((1, 1, 2, 1, 1, 1))
         assert requests.is_waiting()
 
 

@@ -115,8 +115,8 @@ def test_initial_weights_of_tensors_that_hold_all_experts_do_not_depend_on_the_l
             }
             stored = stored_tensors(parameter_layouts(stage, config, mesh), held, rank)
             for shard in stored.shards:
-                first = shard.box.offset[0]
-                initialise(shard.key, shard.tensor, seed=3, std=0.1, first=first)
+                offset = shard.box.offset
+                initialise(shard.key, shard.tensor, seed=3, std=0.1, offset=offset)
             stored.write_back()
             for name, tensor in held.items():
                 parts = [result[name]] if name in result and is_expert(name) else []

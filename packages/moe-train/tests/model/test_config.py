@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.model.config import DecoderConfig
+from moe_train.model.config import DecoderConfig, stage_layers
 from moe_train.model.layers import AttentionOptions
 from moe_train.model.rotary import RotaryOptions
 
@@ -167,3 +167,9 @@ def test_the_decoder_of_a_model_of_text_and_images_is_read_on_demand(tmp_path: P
     path.write_text('{"model_type": "qwen3_vl_moe"}')
     with pytest.raises(ValueError, match=r"text_config=None; .* needs the object"):
         DecoderConfig.from_file(path, of_text=True)
+
+
+def test_layers_that_do_not_divide_are_refused_with_the_choices() -> None:
+    assert [list(stage_layers(6, 3, s)) for s in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match=r"num_hidden_layers=6 .*pp=4.*1, 2, 3, 6"):
+        stage_layers(6, 4, 0)

@@ -3,8 +3,8 @@ import torch
 
 from moe_pipeline import MoELayer
 from moe_train.model.config import DecoderConfig
-from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
-from moe_train.model.layers import Attention, DenseMLP, attention_contexts
+from moe_train.model.decoder_layer import DecoderLayer, DenseMLP, LayerOptions, moe_config
+from moe_train.model.layers import Attention, attention_contexts
 from moe_train.model.mla import LatentAttention
 
 SIZES = {

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_train.model.documents import document_lengths, read_documents, token_places
+from moe_train.model.documents import added_mask, document_lengths, read_documents, token_places
 
 PADDED = torch.tensor([[0, 1, 2, 0, 1, -1, -1], [-1, -1, 0, 1, 2, 3, 4], [-1] * 7])
 
@@ -68,3 +68,11 @@ def test_a_document_is_as_long_as_the_row_holds_it() -> None:
         [9, 9, 5, 5, 5, 5, 5],
         [0] * 7,
     ]
+
+
+def test_what_is_added_to_scores_allows_the_same() -> None:
+    mask = read_documents(PADDED).mask(2)
+    assert mask is not None and added_mask(None, torch.float32) is None
+    added = added_mask(mask, torch.bfloat16)
+    assert added is not None and added.dtype == torch.bfloat16 and added.shape == mask.shape
+    assert torch.equal(added == 0, mask) and torch.equal(added == -torch.inf, ~mask)

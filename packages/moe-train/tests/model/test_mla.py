@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_train.model.documents import read_documents
+from moe_train.model.documents import added_mask, read_documents
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
@@ -37,7 +37,8 @@ def attention_of(**changes: object) -> LatentAttention:
 def context_of(positions: Tensor, width: int = ROPE) -> AttentionContext:
     angles = positions[..., None] * torch.tensor([1.0, 0.3], dtype=torch.float64)[: width // 2]
     angles = torch.cat((angles, angles), dim=-1)
-    return AttentionContext(angles.cos(), angles.sin(), read_documents(positions).mask(None))
+    mask = read_documents(positions).mask(None)
+    return AttentionContext(angles.cos(), angles.sin(), mask, added_mask(mask, torch.float32))
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:

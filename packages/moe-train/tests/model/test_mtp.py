@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from moe_pipeline import MoEConfig, MoELayer, chunked_cross_entropy
 from moe_pipeline.layer import MoEOutput
-from moe_train.model.documents import read_documents
+from moe_train.model.documents import added_mask, read_documents
 from moe_train.model.layer_recompute import Form, LayerRecompute
 from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
@@ -51,7 +51,8 @@ class Block(nn.Module):
 
 def context_of(positions: Tensor) -> AttentionContext:
     angles = positions[..., None] * torch.tensor([1.0, 0.1, 1.0, 0.1], dtype=torch.float64)
-    return AttentionContext(angles.cos(), angles.sin(), read_documents(positions).mask(None))
+    mask = read_documents(positions).mask(None)
+    return AttentionContext(angles.cos(), angles.sin(), mask, added_mask(mask, torch.float32))
 
 
 def layers_of(depths: int) -> list[MTPLayer]:
@@ -142,7 +143,14 @@ def test_another_token_loss_can_be_used(seed: int) -> None:
     context = context_of(POSITIONS)
     plain = mtp_loss(layers, hidden, tokens, shared, context).loss
     chunked = mtp_loss(
-        layers, hidden, tokens, shared, context, token_loss=chunked_cross_entropy
+        layers,
+        hidden,
+        tokens,
+        shared,
+        context,
+        token_loss=lambda h, head, labels: chunked_cross_entropy(
+            h.flatten(0, 1), head, labels.flatten()
+        ),
     ).loss
     torch.testing.assert_close(chunked, plain, rtol=1e-12, atol=1e-12)
 

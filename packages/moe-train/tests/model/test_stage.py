@@ -7,7 +7,7 @@ from moe_train.layout.parameters import single_rank_layouts, stage_tensors, stor
 from moe_train.model.config import DecoderConfig
 from moe_train.model.init import initialise
 from moe_train.model.layer_recompute import Form
-from moe_train.model.stage import EMBEDDING, DecoderStage, StageOptions, Target, stage_layers
+from moe_train.model.stage import EMBEDDING, DecoderStage, StageOptions, Target
 
 
 def config_of(**changes: object) -> DecoderConfig:
@@ -158,12 +158,6 @@ def test_the_last_stage_names_a_missing_target() -> None:
     tokens, _, positions = batch(config)
     with pytest.raises(TypeError, match="Target"):
         make_stage(config, range(4))(tokens, positions)
-
-
-def test_layers_that_do_not_divide_are_refused_with_the_choices() -> None:
-    assert [list(stage_layers(6, 3, s)) for s in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ValueError, match=r"num_hidden_layers=6 .*pp=4.*1, 2, 3, 6"):
-        stage_layers(6, 4, 0)
 
 
 def padded_rows(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -263,7 +263,7 @@ def test_weights_that_are_rounded_by_chance_are_updated_in_fp32_and_keep_small_u
     exact = nn.Parameter(torch.full((64, 64), 1.0))
     config = OptimizerConfig(lr=1e-4, weight_decay=0.0)
     rules = update_rules({"w": weight.shape}, job_of(config), {})
-    rounding = StochasticRounding(seed=seed % 1000, first_rows={})
+    rounding = StochasticRounding(seed=seed % 1000, first={})
     optimizer = Optimizer({"w": weight}, rules, config, master_weights=False, rounding=rounding)
     reference = torch.optim.AdamW([exact], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     assert {m: t["w"].dtype for m, t in optimizer.moments().items()} == {

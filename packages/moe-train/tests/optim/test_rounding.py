@@ -4,9 +4,11 @@ import torch
 from moe_train.optim.rounding import StochasticRounding
 
 
-def rounded(exact: torch.Tensor, *, update: int = 1, first: int = 0, seed: int = 0) -> torch.Tensor:
+def rounded(
+    exact: torch.Tensor, *, update: int = 1, first: int = 0, column: int = 0, seed: int = 0
+) -> torch.Tensor:
     to = torch.empty(exact.shape, dtype=torch.bfloat16)
-    rounding = StochasticRounding(seed=seed, first_rows={"w": first})
+    rounding = StochasticRounding(seed=seed, first={"w": (first, column)})
     rounding.write("w", exact, to, update=update)
     return to
 
@@ -36,6 +38,9 @@ def test_a_part_is_rounded_as_in_the_whole_and_each_update_otherwise(seed: int) 
     whole = rounded(exact)
     assert torch.equal(rounded(exact[2:5], first=2), whole[2:5])
     assert not torch.equal(rounded(exact[2:5]), whole[2:5])
+    matrix = torch.randn(6, 9)
+    part = rounded(matrix[1:4, 3:8], first=1, column=3)
+    assert torch.equal(part, rounded(matrix)[1:4, 3:8])
     assert not torch.equal(rounded(exact, update=2), whole)
     assert not torch.equal(rounded(exact, seed=1), whole)
 

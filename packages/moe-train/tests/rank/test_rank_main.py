@@ -20,7 +20,7 @@ from moe_train.rank.rank import (
     run_rank,
     watch_stop_signals,
 )
-from moe_train.rank.rank_main import main
+from moe_train.rank.rank_main import run_launched
 from package_facts import check_import_is_cheap
 from ranktest import Outcome, collect_ranks, run_ranks
 
@@ -58,7 +58,7 @@ def launched(folder: Path, module: str, what: str, launcher_pid: int) -> Outcome
     """How a rank of this launch ended."""
     job = RankJob(module=module, argv=[what, str(folder)], launcher_pid=launcher_pid)
     (folder / "job.json").write_text(json.dumps(asdict(job)))
-    return collect_ranks(lambda *_: main(folder), 1, init=False)[0]
+    return collect_ranks(lambda *_: run_launched(folder), 1, init=False)[0]
 
 
 def failure(module: str, argv: list[str]) -> RankError | None:

@@ -329,6 +329,19 @@ def test_figures_of_a_step_have_its_rate_and_speed(configure: Configure) -> None
         assert line["tokens_per_s"] == pytest.approx(12 * 12 / line["step_time_s"])  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_each_step_has_the_bytes_that_were_sent_where_that_is_asked(
+    configure: Configure, is_asked: bool
+) -> None:
+    config = configure("parallel.ep=2", f"log.sent_bytes={str(is_asked).lower()}")
+    run_loop(config)
+    steps = [line for line in metrics(config) if "loss" in line]
+    assert len(steps) == 4
+    for line in steps:
+        assert ("sent_bytes/dispatch" in line) == is_asked
+        assert line.get("sent_bytes/dispatch", 1) > 0  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("layout", [(), ("parallel.dp=2",), ("parallel.pp=2", "parallel.ep=2")])
 def test_the_validation_loss_is_the_plain_mean_over_the_first_sequences(
     configure: Configure, layout: tuple[str, ...]

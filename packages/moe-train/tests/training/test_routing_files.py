@@ -83,7 +83,8 @@ def test_ranks_that_share_samples_record_their_positions_and_replay_them(
     shared = ("parallel.dp=5", "parallel.cp=5")
     recorded = figures(configure(*STEPS, *shared, f"train.output_dir={tmp_path}/a", record, **more))
     ring = ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2", "parallel.cp_attention=ring")
-    for folder, layout in (("b", ()), ("c", ring)):
+    heads = ("parallel.dp=5", "parallel.tp=5")
+    for folder, layout in (("b", ()), ("c", ring), ("d", heads)):
         rough = ("train.dtype=bfloat16", "train.master_weights=true")  # others by themselves
         out = f"train.output_dir={tmp_path}/{folder}"
         forced = figures(configure(*STEPS, *layout, *rough, out, replay, **more))

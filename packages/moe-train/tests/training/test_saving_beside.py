@@ -25,6 +25,7 @@ from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
 from moe_train.training.beside import SavesBeside
 from ranktest import run_ranks
+from ranktest.memory import forget_peak, peak_resident_bytes, resident_bytes
 from unified_ckpt import AsyncSaverConfig, diff_checkpoints
 from unified_ckpt.folders import find_fault
 
@@ -258,13 +259,8 @@ def test_saves_in_pieces_take_two_buffers_of_the_state_and_no_other_memory(
 
 def _peaks(config: Config) -> tuple[int, int]:
     """The most bytes that a rank's storages had at once in training, and that all of it grew by."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status_bytes("VmRSS")
+    forget_peak()
+    before = resident_bytes()
     with TraceRecorder() as recorder:
         train(config, "", RankContext())
-    return summarize(recorder.events).peak_live_bytes, _status_bytes("VmHWM") - before
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return summarize(recorder.events).peak_live_bytes, peak_resident_bytes() - before

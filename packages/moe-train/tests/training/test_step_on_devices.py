@@ -1,6 +1,7 @@
 """Steps of several ranks on devices of devicetest, under NCCL's rules, give the CPU's losses."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -96,6 +97,12 @@ def losses(folder: Path, device: str, overrides: tuple[str, ...]) -> list[float]
     return result
 
 
+def world_size_of(layout: tuple[str, ...]) -> int:
+    """How many ranks a layout needs."""
+    return math.prod(int(key[12:]) for key in layout if key[9:12] in ("pp=", "dp=", "ep="))
+
+
+FOUR = ("parallel.dp=2", "parallel.ep=2")
 OVERLAP = "parallel.overlap_grad_reduce=true"
 CHUNKS = ("moe.dispatch_route=dedup", "moe.dispatch_chunks=2")
 
@@ -109,20 +116,23 @@ CHUNKS = ("moe.dispatch_route=dedup", "moe.dispatch_chunks=2")
         (("parallel.ep=2", LATENT, "train.recompute=outputs"), "cpu:gloo,cuda:nccl"),
         (("parallel.pp=2",), "nccl"),
         (("parallel.pp=2",), "cpu:gloo,cuda:nccl"),
+        ((*FOUR, "parallel.tp=2", "parallel.cp=2", "parallel.etp=2"), "nccl"),
+        ((*FOUR, "parallel.tp=2", "parallel.sharding=3"), "cpu:gloo,cuda:nccl"),
     ],
 )
-def test_two_ranks_on_devices_give_the_losses_of_the_cpu(
+def test_ranks_on_devices_give_the_losses_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...], backend: str
 ) -> None:
     write_job(tmp_path, num_hidden_layers=2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    num_ranks = world_size_of(layout)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
 
     def fn(rank: int, world_size: int) -> list[float]:
         os.environ["LOCAL_RANK"] = str(rank)
-        with fake_cuda(devices=2, unchecked=[(shard, "_check_tensor")]) as cuda:
+        with fake_cuda(devices=num_ranks, unchecked=[(shard, "_check_tensor")]) as cuda:
             torch.cuda.set_device(rank)
-            store = dist.FileStore(str(tmp_path / "store"), 2)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+            store = dist.FileStore(str(tmp_path / "store"), num_ranks)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
             got = losses(tmp_path, "cuda", layout)
             assert (cuda.races, cuda.problems) == ([], [])
         return got
@@ -130,6 +140,7 @@ def test_two_ranks_on_devices_give_the_losses_of_the_cpu(
     def on_cpu(rank: int, world_size: int) -> list[float]:
         return losses(tmp_path, "cpu", layout)
 
-    expected = run_ranks(on_cpu, 2)
-    for got, want in zip(run_ranks(fn, 2, init=False, timeout_s=120), expected, strict=True):
+    expected = run_ranks(on_cpu, num_ranks)
+    found = run_ranks(fn, num_ranks, init=False, timeout_s=240)
+    for got, want in zip(found, expected, strict=True):
         assert got == pytest.approx(want, abs=1e-5)

@@ -21,21 +21,31 @@ logger = logging.getLogger(__name__)
 def find_checkpoint(folder: Path | Location, resume: str) -> Path | Location | None:
     """The checkpoint that `--resume` names: none for "", the newest valid one for "latest".
 
+    The name of another run's folder stands for its newest valid one.
+
     Raises:
         ValueError: there is none.
     """
     if not resume:
         return None
     if resume != "latest":
-        place = as_target("--resume", resume)
-        there = is_stored(place) if isinstance(place, Location) else place.is_dir()
-        if not there:
-            raise TrainValueError(f"--resume {place}: no such folder; name a checkpoint-N folder")
-        return place
+        return _named(as_target("--resume", resume))
     found = newest_checkpoint(folder)
     if found is None:
         raise TrainValueError(NOTHING_TO_RESUME.format(folder))
     return found
+
+
+def _named(place: Path | Location) -> Path | Location:
+    """A checkpoint, or the newest valid one of a run's folder."""
+    if isinstance(place, Location) and is_stored(place):
+        return place
+    newest = newest_checkpoint(place)
+    if newest is not None:
+        return newest
+    if isinstance(place, Path) and place.is_dir():
+        return place  # without a manifest: what it lacks is said when it is read
+    raise TrainValueError(f"--resume {place}: no such folder; name a checkpoint-N folder")
 
 
 @overload

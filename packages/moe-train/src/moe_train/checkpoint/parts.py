@@ -7,11 +7,19 @@ if has_part(source, "master_weights"):
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from moe_train.layout import StoredTensors
-from unified_ckpt import load
+from unified_ckpt import LoadOptions, load
 from unified_ckpt.files.storage import Location
 from unified_ckpt.loading import PartIndex
 from unified_ckpt.plans.checkpoint import read_checkpoint
+
+# Copies of embedding and head for multi-token prediction, and tables that are computed.
+_NEVER_READ = (
+    r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight\Z",
+    r"rotary_emb\.inv_freq\Z",
+)
 
 
 def read_part(
@@ -29,6 +37,22 @@ def read_part(
     load(shards, checkpoint_id=source, part=part, cast=cast)
     for tensors in stored:
         tensors.write_back()
+
+
+def read_model(source: Path, stored: StoredTensors, others: Sequence[str]) -> tuple[str, ...]:
+    """As `read_part` of the model, cast; return the keys of tensors that no rank has. Collective.
+
+    Args:
+        others: regular expressions of keys that are no tensors of `stored`, and known.
+    """
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    options = LoadOptions(
+        group=dist.group.WORLD if together else None, ignored_keys=(*_NEVER_READ, *others)
+    )
+    parts = {"model": list(stored.shards)}
+    report = load(parts, checkpoint_id=source, cast=True, options=options)
+    stored.write_back()
+    return report.unused
 
 
 def has_part(source: Path | Location, part: str) -> bool:

@@ -4,13 +4,15 @@ mine = RankTensors(rank=0, parameters=tensors, layouts=layouts, layouts_of_updat
 mine.updates(moments, "/exp_avg").shards         # what to save, or to load into
 """
 
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from moe_train.checkpoint.parts import read_part
+from moe_train.checkpoint.parts import read_model, read_part
 from moe_train.layout import (
     ParameterLayout,
     StoredTensors,
@@ -18,6 +20,10 @@ from moe_train.layout import (
     load_first_rows,
     stored_tensors,
 )
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,18 @@ class RankTensors:
         """Fill the parameters and master weights from a transformers checkpoint.
 
         Rows of vocabulary that it does not have become the mean of those that it has; embedding and
-        head are whole for a moment then.
+        head are whole for a moment then. What no rank has a place for is a line of the log.
         """
         grown = {n for n in self.parameters if has_new_rows(self.layouts[n], source)}
         others = {n: t for n, t in self.parameters.items() if n not in grown}
-        read_part(source, "model", [self.weights(others)], cast=True)
+        known = [f"^{re.escape(name)}\\Z" for name in grown]
+        unused = read_model(source, self.weights(others), known)
+        if unused and self.rank == 0:
+            more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+            names = ", ".join(unused[:_SHOWN])
+            logger.warning(
+                "warning: %s holds tensors that no layer takes: %s%s", source, names, more
+            )
         others = {n: t for n, t in masters.items() if n not in grown}
         if others:
             read_part(source, "model", [self.updates(others)], cast=True)

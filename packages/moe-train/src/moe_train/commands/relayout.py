@@ -13,6 +13,8 @@ def _add_relayout(parser: argparse.ArgumentParser) -> None:
         ("dp", "data-parallel replicas of the experts"),
         ("ep", "ranks that share the experts of a layer"),
         ("cp", "ranks that share out the positions of each sample"),
+        ("tp", "ranks that share out heads, widths and positions"),
+        ("etp", "ranks that share each expert"),
     ):
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}; 1")
     parser.add_argument(
@@ -25,14 +27,15 @@ def _add_relayout(parser: argparse.ArgumentParser) -> None:
 
 
 def _relayout(arguments: argparse.Namespace) -> int:
-    """Change pp, dp, ep, cp and the experts' places of a running job in memory.
+    """Change pp, dp, ep, cp, tp, etp and the experts' places of a running job in memory.
 
     That is after its next step, and the ranks stay as many.
     """
     from moe_train.jobs import request_relayout
 
-    sizes = (arguments.pp, arguments.dp, arguments.ep, arguments.cp)
-    print(request_relayout(arguments.folder, sizes, arguments.experts))
+    asked = arguments
+    sizes = (asked.pp, asked.dp, asked.ep, asked.cp, asked.tp, asked.etp)
+    print(request_relayout(asked.folder, sizes, asked.experts))
     return 0
 
 

@@ -13,7 +13,7 @@ from moe_train.commands.options import OVERRIDE, Command, add_config
 from moe_train.config import Config, KeyChange, format_compact, keys_help, load_config
 from moe_train.early_checks import check_early
 from moe_train.errors import TrainValueError
-from moe_train.rank import RankPlace, find_place
+from moe_train.rank import ForkServer, RankPlace, find_place
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="latest",
         default="",
-        help="go on from the newest checkpoint in train.output_dir, or from a named one; auto: "
-        "begin anew where there is none",
+        help="go on from the newest checkpoint in train.output_dir, or from a named one (of a "
+        "run's folder: its newest); auto: begin anew where there is none",
     )
     parser.add_argument(
         "--allow-change",
@@ -101,13 +101,13 @@ def _train_here(
     config: Config, resume: str, again: list[str], allow_change: list[str]
 ) -> signal.Signals | None:
     """Start the ranks on this machine; the signal on which they saved and stopped, if any."""
+    ForkServer.begin("moe_train.jobs.rank_job")
     from moe_train.jobs import check, run_folder
+    from moe_train.launch import run_local
 
     # Ranks take the checkpoint that was checked, and do not look for it again.
     source = check(config, resume, allow_change)
     with run_folder(config, source, command=shlex.join(again)) as folder:
-        from moe_train.launch import run_local
-
         argv = [str(folder.resolved), str(source or "")]
         logger.info("starting %d rank(s) on this machine", config.world_size)
         stopped_by = run_local(config.world_size, "moe_train.jobs.rank_job", argv)

@@ -5,6 +5,7 @@ import argparse
 from moe_train.commands.options import Command, add_config
 from moe_train.config import load_config
 from moe_train.errors import TrainValueError
+from moe_train.rank import ForkServer
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise TrainValueError(f"--{name} {getattr(arguments, name)}: expected 1 or more")
     config = load_config(arguments.config, arguments.overrides)
+    ForkServer.begin("moe_train.jobs.layout_rank")
     from moe_train.jobs import verify_keys, verify_layouts
 
     if arguments.keys:

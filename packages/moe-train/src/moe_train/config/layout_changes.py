@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_train.config.layout_fit import check_experts_shared_out, check_sharing
 from moe_train.errors import TrainValueError
 
 Key = Literal["parallel.relayout", "parallel.expert_parts"]
@@ -24,13 +25,16 @@ _PARTS = r"\d+(?:,\d+)*"
 class LayoutChange:
     """One entry of `parallel.relayout`.
 
-    `sizes`: of pp, dp and ep, whose product are the ranks. `cp`: ranks of a stage that share each
-    sample. `experts`: parts of every layer, "load", or "" for equal ones.
+    `sizes`: of pp, dp and ep, whose product are the ranks. `cp`, `tp`: of the ranks of a stage that
+    share each sample. `etp`: of the dp ranks those that share each expert. `experts`: parts of
+    every layer, "load", or "" for equal ones.
     """
 
     step: int
     sizes: dict[str, int]
     cp: int
+    tp: int
+    etp: int
     experts: str
 
     @classmethod
@@ -40,7 +44,9 @@ class LayoutChange:
         Raises:
             ValueError: it is no change of layout.
         """
-        item = rf"[\s,]*(?:(?:pp|dp|ep|cp)=[1-9]\d*|experts=(?:{BY_LOAD}|{_PARTS}))(?![^\s,])"
+        item = (
+            rf"[\s,]*(?:(?:pp|dp|ep|cp|tp|etp)=[1-9]\d*|experts=(?:{BY_LOAD}|{_PARTS}))(?![^\s,])"
+        )
         found = re.fullmatch(rf"\s*(\d+)\s*:((?:{item})+)\s*", text)
         pairs = re.findall(rf"([a-z]+)=({BY_LOAD}|{_PARTS})", found[2]) if found else []
         given = dict(pairs)
@@ -51,10 +57,13 @@ class LayoutChange:
                 'ranks along ep hold, if not as many, as in "100: ep=2 experts=3,5" or experts=load'
             )
         experts = given.pop("experts", "")
-        cp = int(given.pop("cp", 1))
+        cp, tp, etp = (int(given.pop(name, 1)) for name in ("cp", "tp", "etp"))
         sizes = {"pp": 1, "dp": 1, "ep": 1} | {axis: int(size) for axis, size in given.items()}
-        check_cp(f"parallel.relayout: {text!r}: cp", cp, sizes["dp"] * sizes["ep"])
-        change = cls(step=int(found[1]), sizes=sizes, cp=cp, experts=experts)
+        ranks = sizes["dp"] * sizes["ep"]
+        place = f"parallel.relayout: {text!r}: "
+        check_sharing(place, cp=cp, tp=tp, num_token_ranks=ranks)
+        check_experts_shared_out(etp, dp=sizes["dp"], place=place)
+        change = cls(step=int(found[1]), sizes=sizes, cp=cp, tp=tp, etp=etp, experts=experts)
         if experts and experts != BY_LOAD:
             check_parts("parallel.relayout", text, change.parts, sizes["ep"])
         return change
@@ -96,20 +105,6 @@ def check_parts(key: Key, text: str, parts: Sequence[int], ep: int) -> None:
             f"{key}: {text!r} has parts for {len(parts)} ranks, but ep={ep}; give one number for "
             "each rank along ep"
         )
-
-
-def check_cp(name: str, cp: int, num_token_ranks: int) -> None:
-    """Refuse a cp that does not divide the dp x ep ranks of a stage (ValueError)."""
-    if num_token_ranks % cp:
-        raise TrainValueError(
-            f"{name}={cp} ranks share each sample, but the dp * ep = {num_token_ranks} ranks of a "
-            f"stage are no multiple of it; choose among {divisors(num_token_ranks)}"
-        )
-
-
-def divisors(number: int) -> str:
-    """All of them, as in "1, 2, 4"."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def _counted(text: str) -> tuple[int, ...]:

@@ -5,18 +5,26 @@ ParallelConfig(pp=2, ep=2)
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from moe_train.config.keys import Table, key
 from moe_train.config.layout_changes import (
     BY_LOAD,
     LayoutChange,
-    check_cp,
     check_parts,
-    divisors,
     parsed_parts,
+)
+from moe_train.config.layout_fit import (
+    check_expert_width,
+    check_experts,
+    check_experts_shared_out,
+    check_heads,
+    check_layers,
+    check_shared_out,
+    check_sharing,
+    check_vocabulary,
 )
 from moe_train.config.pipelines import stages_needed, stages_of_rank
 from moe_train.errors import TrainValueError
@@ -35,7 +43,7 @@ class ParallelConfig(Table):
         on_resume="free",
     )
     dp: int = key(
-        "data-parallel replicas of the experts",
+        "ranks that have the same experts: replicas, or with etp shares of these",
         unit="ranks",
         default=1,
         minimum=1,
@@ -51,6 +59,23 @@ class ParallelConfig(Table):
     cp: int = key(
         "context parallelism: ranks that share out the positions of each sample, of the dp * ep "
         "ranks of a stage, which hold different samples otherwise; for long sequences",
+        unit="ranks",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
+    tp: int = key(
+        "tensor parallelism: ranks that share out the heads of attention, the inner widths of "
+        "dense MLPs and shared experts, the rows of embedding and head and, everywhere else, the "
+        "positions of each sample (sequence parallelism), of the dp * ep ranks of a stage",
+        unit="ranks",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
+    etp: int = key(
+        "expert tensor parallelism: ranks that share out the inner width of each expert, each with "
+        "tokens of its own, of the dp ranks that have the same experts",
         unit="ranks",
         default=1,
         minimum=1,
@@ -121,6 +146,15 @@ class ParallelConfig(Table):
         default=False,
         on_resume="free",
     )
+    agreement_every: int = key(
+        "where NCCL moves the data, calls that exchange no counts are compared among their ranks "
+        "each so-manieth time, which names ranks that do not make the same one (1: always, 0: "
+        "never); all other calls always are",
+        unit="calls",
+        default=64,
+        minimum=0,
+        on_resume="free",
+    )
     timeout_s: float = key(
         "longest wait of a rank for another one before the job fails",
         unit="seconds",
@@ -136,9 +170,9 @@ class ParallelConfig(Table):
     )
     relayout: tuple[str, ...] = key(
         'layouts of later steps, as in "100: pp=2 ep=4": after so many steps the ranks, as many as '
-        "before, move weights, moments and master weights in memory; pp, dp, ep and cp are 1 where "
-        "they are left out; experts=3,5 gives the ranks along ep uneven experts, experts=load as "
-        "the tokens of the steps before were spread",
+        "before, move weights, moments and master weights in memory; sizes that are left "
+        "out are 1; experts=3,5 gives the ranks along ep uneven experts, "
+        "experts=load as the tokens of the steps before were spread",
         default=(),
         on_resume="free",
     )
@@ -159,7 +193,8 @@ class ParallelConfig(Table):
                 f"parallel.memory_limit_mib={self.memory_limit_mib:g} is only kept by "
                 f'parallel.schedule="auto", got "{self.schedule}"; leave it out, or plan with auto'
             )
-        check_cp("parallel.cp", self.cp, self.dp * self.ep)
+        check_sharing("parallel.", cp=self.cp, tp=self.tp, num_token_ranks=self.dp * self.ep)
+        check_experts_shared_out(self.etp, dp=self.dp)
         for parts, text in zip(
             parsed_parts(self.expert_parts).values(), self.expert_parts, strict=True
         ):
@@ -211,14 +246,14 @@ class ParallelConfig(Table):
         return self.pp, self.dp, self.ep
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """pp, dp, ep and cp: where a rank stands follows from these."""
-        return *self.axis_sizes, self.cp
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """pp, dp, ep, cp, tp and etp: where a rank stands follows from these."""
+        return *self.axis_sizes, self.cp, self.tp, self.etp
 
     @property
     def num_sample_ranks(self) -> int:
-        """Into how many parts a microbatch's samples are shared out: dp * ep / cp."""
-        return self.dp * self.ep // self.cp
+        """Into how many parts a microbatch's samples are shared out: dp * ep / (cp * tp)."""
+        return self.dp * self.ep // (self.cp * self.tp)
 
     def at_step(self, step: int) -> "ParallelConfig":
         """The layout that `relayout` asks for once `step` steps are finished.
@@ -229,8 +264,13 @@ class ParallelConfig(Table):
         if change is None:
             return self
         parts = (",".join(map(str, change.parts)),) if change.parts else ()
-        pp, dp, ep = change.sizes.values()
-        return dataclasses.replace(self, pp=pp, dp=dp, ep=ep, cp=change.cp, expert_parts=parts)
+        sizes: dict[str, Any] = change.sizes | {"cp": change.cp, "tp": change.tp, "etp": change.etp}
+        return dataclasses.replace(self, **sizes, expert_parts=parts)
+
+    @property
+    def layouts(self) -> list["ParallelConfig"]:
+        """This one and all later ones."""
+        return [self, *(self.at_step(change.step) for change in self._changes)]
 
     def is_by_load(self, step: int) -> bool:
         """Whether experts are to lie as the load wants it once `step` steps are finished."""
@@ -247,9 +287,9 @@ class ParallelConfig(Table):
         return before[-1] if before else None
 
     def changed(
-        self, step: int, sizes: tuple[int, int, int, int], experts: str = ""
+        self, step: int, sizes: tuple[int, int, int, int, int, int], experts: str = ""
     ) -> "ParallelConfig":
-        """The same with one more change of layout, to pp, dp, ep and cp after `step` steps.
+        """The same with one more change of layout, to these `sizes` after `step` steps.
 
         Args:
             experts: their parts, as in `relayout`: "3,5" or "load"; "" for equal ones.
@@ -258,7 +298,8 @@ class ParallelConfig(Table):
             ValueError: the number of ranks would be another one, or the parts do not fit.
         """
         text = "{}: pp={} dp={} ep={}".format(step, *sizes)
-        text += f" cp={sizes[3]}" if sizes[3] > 1 else ""
+        shared = zip(("cp", "tp", "etp"), sizes[3:], strict=True)
+        text += "".join(f" {name}={size}" for name, size in shared if size > 1)
         text += f" experts={experts}" if experts else ""
         kept = [
             (change.step, other)
@@ -298,16 +339,51 @@ class ParallelConfig(Table):
                 that would.
         """
         if num_hidden_layers is not None:
-            self._check_layers(num_hidden_layers)
-        if num_experts is not None:
-            self._check_experts(num_experts)
-        if num_heads is not None and self.cp > num_heads and self.cp_attention == "all_to_all":
-            fitting = [n for n in range(1, num_heads + 1) if self.dp * self.ep % n == 0]
-            raise TrainValueError(
-                f"parallel.cp={self.cp} ranks share out num_attention_heads={num_heads}, at least "
-                f"one each; the most that works here is parallel.cp={fitting[-1]}, or set "
-                'parallel.cp_attention="ring"'
+            check_layers(
+                num_hidden_layers,
+                pp=self.pp,
+                per_rank=self.per_rank,
+                is_equal=self.layer_split == "equal",
             )
+        if num_experts is not None:
+            parts = parsed_parts(self.expert_parts)
+            check_experts(num_experts, ep=self.ep, texts=self.expert_parts, parts=parts)
+        if num_heads is not None:
+            check_heads(
+                num_heads,
+                cp=self.cp,
+                tp=self.tp,
+                ranks=self.dp * self.ep,
+                all_to_all=self.cp_attention == "all_to_all",
+            )
+
+    def check_tensor(
+        self, *, widths: Mapping[str, int], vocab_size: int, norms_all_heads: bool
+    ) -> None:
+        """Hold what tensor-parallel ranks share out, besides heads, against the layout.
+
+        Args:
+            widths: of dense MLPs and shared experts, by name.
+            vocab_size: rows of embedding and head, which need not divide.
+            norms_all_heads: queries, or keys, of all heads are normed together.
+
+        Raises:
+            ValueError: the width does not divide, with those that do; or such norms.
+        """
+        ranks = self.dp * self.ep // self.cp
+        check_vocabulary(self.tp, vocab_size, num_token_ranks=ranks)
+        for name, width in widths.items():
+            check_shared_out(self.tp, name, width, num_token_ranks=ranks)
+        if self.tp > 1 and norms_all_heads:
+            raise TrainValueError(
+                f"parallel.tp={self.tp} cuts attention by heads, but this family norms queries and "
+                f"keys of all heads together; use parallel.cp={self.tp * self.cp}, which shares "
+                "out positions, or parallel.sharding=3, which shares out parameters"
+            )
+
+    def check_expert_width(self, width: int, *, has_bias: bool) -> None:
+        """Hold the inner width of experts against the ranks that share it out (ValueError)."""
+        check_expert_width(self.etp, width, has_bias=has_bias, dp=self.dp)
 
     def check_dropout(self, attention_dropout: float) -> None:
         """Refuse what drops attention weights where no rank sees all of a head's (ValueError)."""
@@ -315,34 +391,4 @@ class ParallelConfig(Table):
             raise TrainValueError(
                 f'parallel.cp_attention="ring" drops no attention weights, but attention_dropout='
                 f'{attention_dropout} in config.json; use parallel.cp_attention="all_to_all"'
-            )
-
-    def _check_experts(self, num_experts: int) -> None:
-        parts = parsed_parts(self.expert_parts)
-        for text, given in zip(self.expert_parts, parts.values(), strict=True):
-            if sum(given) != num_experts:
-                raise TrainValueError(
-                    f"parallel.expert_parts: {text!r} are {sum(given)} experts, but "
-                    f"num_experts={num_experts}; each expert is on one rank along ep"
-                )
-        if num_experts % self.ep and None not in parts:
-            raise TrainValueError(
-                f"parallel.ep={self.ep} ranks cannot share num_experts={num_experts} evenly; "
-                f"choose ep among {divisors(num_experts)}, or in training give uneven parts by "
-                "parallel.expert_parts"
-            )
-
-    def _check_layers(self, num_layers: int) -> None:
-        each = f" x {self.per_rank} on a rank" if self.per_rank > 1 else ""
-        if self.layer_split == "cost" and num_layers < self.num_stages:
-            raise TrainValueError(
-                f"num_hidden_layers={num_layers} are fewer than parallel.pp={self.pp}{each} "
-                "stages; choose fewer"
-            )
-        if self.layer_split == "equal" and num_layers % self.num_stages:
-            each_rank = num_layers // self.per_rank if num_layers % self.per_rank == 0 else 0
-            among = f"choose pp among {divisors(each_rank)}" if each_rank else "have fewer of them"
-            raise TrainValueError(
-                f"num_hidden_layers={num_layers} is not divisible by parallel.pp={self.pp}{each} "
-                f'stages; {among}, or in training set parallel.layer_split="cost"'
             )

@@ -123,6 +123,12 @@ class LogConfig(Table):
     interval_steps: int = key(
         "steps between lines of metrics.jsonl", unit="steps", default=1, minimum=1, on_resume="free"
     )
+    sent_bytes: bool = key(
+        "count the bytes that rank 0 sends in each step's exchanges, by kind, as `plan` forecasts "
+        "them: dispatch, experts (etp), attention (cp), tensor (tp)",
+        default=False,
+        on_resume="free",
+    )
     tensorboard: bool = key("also write TensorBoard event files", default=True, on_resume="free")
     plots: bool = key(
         "write loss.png and expert_load.png at the end", default=True, on_resume="free"

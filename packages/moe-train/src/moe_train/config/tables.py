@@ -63,6 +63,7 @@ class Config:
                 "train.stochastic_rounding=true is for AdamW, and muon updates some parameters; "
                 "use train.master_weights=true, or AdamW alone"
             )
+        self._check_tensor_parallel()
         if self.parallel.overlap_grad_reduce and self.train.gradient_accumulation_fusion:
             raise TrainValueError(
                 "train.gradient_accumulation_fusion=true adds gradients where nobody sees them "
@@ -100,7 +101,7 @@ class Config:
         return {name: Path(text) for name, text in keys.items() if text and "://" not in text}
 
     def check_batch(self) -> None:
-        """Whether each rank, or each cp ranks, get as many sequences of every microbatch.
+        """Whether each rank, or each cp * tp ranks, get as many sequences of every microbatch.
 
         The sizes of the model are asked first: an `ep` that cannot share the experts is no matter
         of the batch.
@@ -112,7 +113,8 @@ class Config:
         divisor = self.train.gradient_accumulation_steps * parallel.num_sample_ranks
         if self.train.global_batch_size % divisor:
             layout = f" * parallel.dp={parallel.dp} * parallel.ep={parallel.ep}"
-            layout += f" / parallel.cp={parallel.cp}" if parallel.cp > 1 else ""
+            shared = {"cp": parallel.cp, "tp": parallel.tp}
+            layout += "".join(f" / parallel.{n}={size}" for n, size in shared.items() if size > 1)
             raise TrainValueError(batch_message(self.train, layout, divisor))
 
     @property
@@ -149,6 +151,34 @@ class Config:
             table: replace(getattr(self, table), **own) for table, own in values.items()
         }
         return replace(self, **changed)
+
+    def _check_tensor_parallel(self) -> None:
+        algorithms = [self.optimizer.name, *(group.algorithm for group in self.param_groups)]
+        for layout in self.parallel.layouts:
+            if layout.tp > 1 and self.moe.shared_expert_overlap:
+                raise TrainValueError(
+                    f"parallel.tp={layout.tp} ranks gather tokens for the shared expert, which "
+                    "moe.shared_expert_overlap=true runs while others travel; take one of them out"
+                )
+            for name, size, other in (("tp", layout.tp, "cp"), ("etp", layout.etp, "ep")):
+                if size > 1 and "muon" in algorithms:
+                    raise TrainValueError(
+                        f"parallel.{name}={size} cuts matrices among ranks, and muon needs whole "
+                        f'ones; use optimizer.name="adamw", or parallel.{other} instead of {name}'
+                    )
+            self._check_etp(layout.etp)
+
+    def _check_etp(self, etp: int) -> None:
+        if etp > 1 and self.train.stochastic_rounding:
+            raise TrainValueError(
+                f"parallel.etp={etp} cuts each expert in two dims, and train.stochastic_rounding="
+                "true draws for its rows; use train.master_weights=true, or parallel.ep instead"
+            )
+        if etp > 1 and self.model.experts_fp8:
+            raise TrainValueError(
+                f"parallel.etp={etp} shares out the inner width of experts, over which "
+                "model.experts_fp8=true scales rows; use parallel.ep instead of etp"
+            )
 
     def _check_sources(self) -> None:
         for place, table_type in NAMED_TABLES.items():

@@ -15,21 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from moe_train.config import ParallelConfig
 from moe_train.errors import TrainValueError
 from moe_train.generation import GenerationOptions, ModelOptions, ModelRanks, open_model
 from moe_train.launch import run_local
-from moe_train.parallel import join
+from moe_train.parallel import join, set_num_threads
 from moe_train.rank import (
     RankContext,
     RankJobError,
     RankPlace,
     find_place,
     leave,
-    num_cores,
     run_rank,
     watch_stop_signals,
 )
@@ -81,8 +79,7 @@ def model_of_rank(
     if options.parallel.world_size == 1:
         yield open_model(checkpoint, options, None, weights)
         return
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, num_cores() // local_ranks))
+    set_num_threads()
     parallel = join(options.parallel, options.device)
     yield open_model(checkpoint, options, parallel, weights)
     dist.barrier()

@@ -18,10 +18,10 @@ from moe_train.config import Config, ParallelConfig
 from moe_train.errors import MoeTrainError
 from moe_train.jobs.job import check_model
 from moe_train.model import DecoderConfig
-from moe_train.training import aux_loss_coef
+from moe_train.training.experts import aux_loss_coef
 
 _AXES = ("parallel.pp", "parallel.dp", "parallel.ep")
-_SIZES = (*_AXES, "parallel.cp")
+_SIZES = (*_AXES, "parallel.cp", "parallel.tp", "parallel.etp")
 _RING = "parallel.cp_attention"
 _MICROBATCHES = "train.gradient_accumulation_steps"
 _SCHEDULE, _SPLIT = "parallel.schedule", "parallel.layer_split"
@@ -141,11 +141,13 @@ def _bases(config: Config, model: DecoderConfig, max_ranks: int) -> Iterator[_Ke
     counts = _microbatch_counts(config, model)
     sizes = [s for s in product(range(1, max_ranks + 1), repeat=3) if math.prod(s) <= max_ranks]
     shared = [
-        (*each, cp, how)
+        (*each, cp, tp, etp, how)
         for each in sizes
-        for cp in range(1, max_ranks + 1)
+        for cp, tp in product(range(1, max_ranks + 1), repeat=2)
         for how in (_own_first(_RING, config) if cp > 1 else (config.parallel.cp_attention,))
-        if each[1] * each[2] % cp == 0
+        if each[1] * each[2] % (cp * tp) == 0
+        for etp in range(1, each[1] + 1)
+        if each[1] % etp == 0
     ]
     for axes, count, how in product(shared, counts, _own_first(_SCHEDULE, config)):
         if axes[0] == 1 and how != config.parallel.schedule:

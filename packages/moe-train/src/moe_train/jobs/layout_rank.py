@@ -4,18 +4,16 @@ run(["jobs.json", "20"], context)       # jobs.json: [["job.toml", "figures.json
 """
 
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from moe_train.cache import write_atomic
 from moe_train.config import Config, load_config
 from moe_train.init_source import readable_weights
-from moe_train.parallel import Parallel, start
-from moe_train.rank import RankContext, num_cores
+from moe_train.parallel import Parallel, set_num_threads, start
+from moe_train.rank import RankContext
 from moe_train.training import TrainingLoop, build_training
 
 
@@ -28,7 +26,7 @@ def run(argv: list[str], context: RankContext) -> None:
         context: told the finished steps; a request to stop is ignored, since they are short.
     """
     listed, steps = argv
-    torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    set_num_threads()
     for job, figures in json.loads(Path(listed).read_bytes()):
         config = load_config(Path(job))
         parallel = start(config)
@@ -59,6 +57,6 @@ def _first_steps(
 
 def end_groups(parallel: Parallel) -> None:
     """End the groups that one layout has made; those of the next one are new."""
-    values = (getattr(parallel, field.name) for field in fields(parallel))
+    values = [getattr(parallel, field.name) for field in fields(parallel)] + [parallel.tp.group]
     for group in {value for value in values if isinstance(value, dist.ProcessGroup)}:
         dist.destroy_process_group(group)

@@ -5,6 +5,7 @@ memory (`rank_alone.py`). The peak of live bytes is what a rank needs; what an a
 found by running the rank's trace through its rules.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from moe_train.config import Config
 from moe_train.early_checks import allocator_settings
 from moe_train.errors import TrainValueError, check_type
 from moe_train.jobs.job import check_model
-from moe_train.jobs.rank_alone import planned_otherwise, record_alone
+from moe_train.jobs.rank_alone import planned_otherwise, record_alone, schedule_alone
 from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage
 from moe_train.training import read_model_config
@@ -77,6 +78,7 @@ def plan_report(
             f"rank {strange[0]} is none of the job's {config.world_size}; give 0 to "
             f"{config.world_size - 1}"
         )
+    schedule = schedule_alone(config)
     count, settings = count_parameters(model), allocator_settings(config)
     lines = [
         f"parameters  {count.total:,} ({count.active:,} active for a token)",
@@ -85,7 +87,7 @@ def plan_report(
         _row("MiB", "peak", *_CATEGORIES, *(f"by {name}" for name in _ALLOCATORS)),
     ]
     for rank in chosen:
-        trace = record_alone(config, rank).events
+        trace = record_alone(config, rank, schedule).events
         if traces is not None:
             traces.mkdir(parents=True, exist_ok=True)
             save_trace(trace, trace_file(traces, rank))
@@ -94,8 +96,11 @@ def plan_report(
 
 
 def _sharing(config: Config) -> str:
-    cp = config.parallel.cp
-    return f" (each {cp} share their samples: cp {cp})" if cp > 1 else ""
+    sizes = {"cp": config.parallel.cp, "tp": config.parallel.tp}
+    told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    told = f" (each {math.prod(sizes.values())} share their samples: {told})" if told else ""
+    etp = config.parallel.etp
+    return told + (f" (each {etp} share their experts: etp {etp})" if etp > 1 else "")
 
 
 def _row_of_rank(rank: int, trace: Sequence[TraceEvent], settings: AllocatorConfig) -> str:

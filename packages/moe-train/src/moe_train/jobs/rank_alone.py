@@ -18,36 +18,59 @@ import torch.distributed as dist
 
 from comm_collectives.simulation import stand_alone
 from gpu_alloc.torch import ShapesOnly, TraceRecorder
+from moe_pipeline import Schedule
+from moe_pipeline.schedules import StageCosts
 from moe_train.config import Config
 from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
 from moe_train.jobs._torch_private import fake_store
 from moe_train.parallel import Parallel, start
-from moe_train.training import build_runner, read_model_config
+from moe_train.training import build_runner, build_stages, read_model_config
 from moe_train.training.memory import LABELS, RankMemory
+from moe_train.training.pipelines import counted_costs, schedule_of_costs
 
 STEPS = 2  # the second one allocates what stays after the first
 
 
-def record_alone(config: Config, rank: int) -> TraceRecorder:
+def record_alone(config: Config, rank: int, schedule: Schedule | None = None) -> TraceRecorder:
     """Build a rank and train it for two steps; what it allocated, by phase, labelled.
+
+    Args:
+        schedule: what `schedule_alone` returns, the same for all ranks; None: it is found here.
 
     Raises:
         MoeTrainError: this process is a rank of a job already.
         ValueError: the layout does not fit the model.
     """
+    schedule = schedule or schedule_alone(config)
     config = _on_host(config)
     with _alone(config, rank) as parallel, ShapesOnly():
-        return record_steps(config, parallel)
+        return record_steps(config, parallel, schedule)
 
 
-def record_steps(config: Config, parallel: Parallel) -> TraceRecorder:
+def schedule_alone(config: Config) -> Schedule | None:
+    """What `parallel.schedule="auto"` plans where stages take the time of their counted work; None
+    for a schedule with a name. Raises as `record_alone`.
+    """
+    if config.parallel.schedule != "auto":
+        return None
+    config, costs = _on_host(config), dict[int, StageCosts]()
+    model, of_stage = read_model_config(config), config.world_size // config.parallel.pp
+    for rank in range(0, config.world_size, of_stage):
+        with _alone(config, rank) as parallel, ShapesOnly():
+            costs |= counted_costs(config, build_stages(config, model, parallel), parallel)
+    return schedule_of_costs(config, [costs[number] for number in sorted(costs)])
+
+
+def record_steps(
+    config: Config, parallel: Parallel, schedule: Schedule | None = None
+) -> TraceRecorder:
     """Build this rank and train it on random tokens. Collective, unless it is alone."""
     model = read_model_config(config)
-    with TraceRecorder(labels=LABELS) as recorder:
+    with TraceRecorder(labels=LABELS, all_threads=True) as recorder:
         memory = RankMemory(rank=parallel.rank, recorder=recorder)
         with memory.phase("build"):
-            runner, _ = build_runner(config, model, parallel, {})
+            runner, _ = build_runner(config, model, parallel, {}, schedule)
         memory.label("parameters", runner.stages.parameters())
         memory.label("gradients", runner.gradients.held())
         for step in range(STEPS):
@@ -75,32 +98,31 @@ def random_batches(config: Config, vocab_size: int, parallel: Parallel) -> list[
 
 
 def planned_otherwise(config: Config) -> list[str]:
-    """Lines about keys that a rank alone does not follow: what threads or times decide."""
+    """Lines about keys of which threads or times decide what a rank allocates when."""
     lines = []
-    if config.parallel.overlap_grad_reduce:
-        lines.append("planned without parallel.overlap_grad_reduce, whose buckets need memory too")
-    if config.parallel.sharding > 2:
-        lines.append("planned as parallel.sharding=2: whole parameters are counted all the time")
-    if config.model.experts_fp8:
-        lines.append("planned without model.experts_fp8, whose kernels only CUDA devices have")
-    if config.moe.dispatch_chunks > 1:
+    moe, parallel = config.moe, config.parallel
+    beside = {
+        f"moe.dispatch_chunks={moe.dispatch_chunks}": moe.dispatch_chunks > 1,
+        "moe.shared_expert_overlap=true": moe.shared_expert_overlap,
+        "parallel.overlap_grad_reduce=true": parallel.overlap_grad_reduce,
+        f"parallel.sharding={parallel.sharding}": parallel.sharding > 1,
+    }
+    if names := [name for name, is_on in beside.items() if is_on]:
         lines.append(
-            f"moe.dispatch_chunks={config.moe.dispatch_chunks} is planned as if each chunk had "
-            "arrived before the next one is sent; how they meet in time is not known"
+            f"{' and '.join(names)}: planned as if what travels beside computations had arrived "
+            "before they begin; how they meet in time is not known"
         )
     if config.parallel.schedule == "auto":
-        lines.append('planned as parallel.schedule="zbv": what auto makes follows measured times')
+        lines.append(
+            'parallel.schedule="auto" is planned from counted work; a job measures its stages, and '
+            "may find another schedule"
+        )
     return lines
 
 
 def _on_host(config: Config) -> Config:
     """The same job on the host's operators, but for `planned_otherwise`."""
-    sharding = min(config.parallel.sharding, 2)
-    parallel = replace(config.parallel, overlap_grad_reduce=False, sharding=sharding)
-    if parallel.schedule == "auto":
-        parallel = replace(parallel, schedule="zbv")
-    train, model = replace(config.train, device="cpu"), replace(config.model, experts_fp8=False)
-    return replace(config, parallel=parallel, train=train, model=model)
+    return replace(config, train=replace(config.train, device="cpu"))
 
 
 @contextmanager
@@ -116,12 +138,17 @@ def _alone(config: Config, rank: int) -> Iterator[Parallel]:
         groups = (
             dist.group.WORLD,
             parallel.ep_group,
+            parallel.etp_group,
             parallel.dp_group,
             parallel.data_group,
             parallel.dense_reduce_group,
             parallel.expert_reduce_group,
             parallel.embedding_group,
             parallel.cp_group,
+            parallel.sequence_group,
+            parallel.tp.group,
+            parallel.tensor_group,
+            parallel.tensor_reduce_group,
         )
         for group in filter(None, groups):
             stand_alone(group)

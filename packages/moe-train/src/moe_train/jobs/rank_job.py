@@ -4,14 +4,12 @@ run(["runs/a/config.resolved.toml", "latest"], context)
 run(["job.toml", "", "train.max_steps=50"], context)
 """
 
-import os
 from pathlib import Path
-
-import torch
 
 from moe_train.config import load_config
 from moe_train.jobs import job
-from moe_train.rank import RankContext, num_cores
+from moe_train.parallel import set_num_threads
+from moe_train.rank import RankContext
 
 
 # gate: same-name - what moe_train.rank calls in each module that ranks run
@@ -24,6 +22,5 @@ def run(argv: list[str], context: RankContext) -> None:
     """
     config_file, resume, *overrides = argv
     config = load_config(Path(config_file), overrides)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.train.threads_per_rank or max(1, num_cores() // local_ranks))
+    set_num_threads(config.train.threads_per_rank)
     job.train(config, resume, context)

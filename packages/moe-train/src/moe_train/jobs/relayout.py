@@ -1,6 +1,6 @@
 """Asking a running job for another layout: what does not fit is refused before the job hears of it.
 
-request_relayout(Path("runs/job"), (2, 1, 4, 1), "load")     # pp, dp, ep, cp; experts by load
+request_relayout(Path("runs/job"), (2, 1, 4, 1, 1, 1), "load")    # `SIZES`; by load
 """
 
 import dataclasses
@@ -11,15 +11,15 @@ from moe_train.config import load_config
 from moe_train.errors import TrainValueError
 from moe_train.jobs.job import check_model
 from moe_train.jobs.run_folder import LOCK_FILE, RESOLVED_FILE
-from moe_train.parallel import SIZES
+from moe_train.parallel import AXES, SIZES, Sizes
 from moe_train.training import LayoutRequests, read_model_config
 
 
-def request_relayout(folder: Path, sizes: tuple[int, int, int, int], experts: str = "") -> str:
+def request_relayout(folder: Path, sizes: Sizes, experts: str = "") -> str:
     """Ask the job in a run's folder for a layout; return what comes next.
 
     Args:
-        sizes: pp, dp, ep and cp.
+        sizes: pp, dp, ep, cp, tp and etp.
         experts: those of each rank along ep, as in "3,5", or "load"; "" for equal parts.
 
     Raises:
@@ -52,5 +52,5 @@ def request_relayout(folder: Path, sizes: tuple[int, int, int, int], experts: st
 
 
 def _told(sizes: tuple[int, ...], before: str = "") -> str:
-    *axes, cp = [f"{before}{name}={n}" for name, n in zip(SIZES, sizes, strict=True)]
-    return " ".join([*axes, cp] if sizes[-1] > 1 else axes)
+    told = zip(SIZES, sizes, strict=True)
+    return " ".join(f"{before}{name}={n}" for name, n in told if name in AXES or n > 1)

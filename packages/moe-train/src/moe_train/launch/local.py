@@ -1,7 +1,7 @@
 """Start the ranks of a job on this machine, watch them, and end them together.
 
-Torch elastic starts the processes and gathers their exit codes, in a thread of its own; elastic
-leaves signals alone there, so the main thread decides what a signal means and how long to wait.
+Ranks are forked where that was prepared (`ForkServer`), and programs of their own elsewhere.
+The launcher holds the store in which they meet, so that it outlives each of them.
 
 Invariants: one failing rank ends the job within seconds, and the failure that came first is the one
 reported; a stop is passed on to each rank once, as soon as that rank can take it; when `run_local`
@@ -12,28 +12,22 @@ returns or raises, no rank is left.
 """
 
 import json
-import logging
-import math
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from types import FrameType
-from uuid import uuid4
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_train.cache import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError, check_type
-from moe_train.rank import RankError, RankJob, rank_file
+from moe_train.rank import ForkServer, RankError, RankJob, rank_file
 
 STOP_GRACE_S = 300.0
 """How long ranks may take to finish their step and save after a request to stop."""
@@ -103,7 +97,9 @@ class _Supervisor:
     _failure_grace_s: float
     _stop_text: str
     _pids: dict[int, int] = field(default_factory=dict)
+    _ready: set[int] = field(default_factory=set)
     _asked: set[int] = field(default_factory=set)
+    _exit_codes: dict[int, int] = field(default_factory=dict)
     _ended_s: dict[int, float] = field(default_factory=dict)
     _stop_signal: signal.Signals | None = None
     _stop_s: float = 0.0
@@ -117,26 +113,39 @@ class _Supervisor:
         hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         handled = [n for n in _SIGNALS if not (n == signal.SIGHUP and hangup_ignored)]
         previous = {number: signal.signal(number, self._on_signal) for number in handled}
-        with ThreadPoolExecutor(1, "moe-train-elastic") as thread:
-            elastic = thread.submit(_run_elastic, self._run_dir, self._world_size)
-            try:
-                while not elastic.done():
-                    wait([elastic], _POLL_S)
-                    self._look()
-            finally:
-                self._kill_all()
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
-        exit_codes = elastic.result()
-        if exit_codes and self._killed_by is not None:
+        try:
+            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self._start(store.port)
+            while len(self._exit_codes) < self._world_size:
+                time.sleep(_POLL_S)
+                self._look()
+        finally:
+            self._kill(self._pids)
+            for rank in self._pids.keys() - self._exit_codes.keys():
+                self._reap(rank, 0)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        failed = {rank: code for rank, code in self._exit_codes.items() if code}
+        if failed and self._killed_by is not None:
             raise StoppedUnsavedError(
                 f"stopped at once by a second {self._killed_by.name}; the last complete checkpoint "
                 "stands",
                 signal_number=int(self._killed_by),
             )
-        if exit_codes:
-            raise RankFailedError(self._report(exit_codes))
+        if failed:
+            raise RankFailedError(self._report(failed))
         return self._stop_signal
+
+    def _start(self, port: int) -> None:
+        size = self._world_size
+        environments = [_environment(rank, size, port) for rank in range(size)]
+        self._pids.update(enumerate(ForkServer.fork_ranks(self._run_dir, environments)))
+        if self._pids:
+            return
+        # -P: a module of the current folder must not stand in for an installed one.
+        program = [sys.executable, "-P", "-m", "moe_train.rank", str(self._run_dir)]
+        for rank, environment in enumerate(environments):
+            self._pids[rank] = os.posix_spawn(sys.executable, program, environment, setsid=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -152,22 +161,32 @@ class _Supervisor:
             self._plan_kill(now, f"stopped at once by a second {self._killed_by.name}")
 
     def _look(self) -> None:
-        """Register ranks as they come up, pass the stop on, notice ends, kill what is overdue."""
-        for rank in range(self._world_size):
-            if rank not in self._pids and rank_file(self._run_dir, rank, "pid").exists():
-                self._pids[rank] = int(rank_file(self._run_dir, rank, "pid").read_text())
+        """Notice who is ready and who has ended, pass the stop on, kill what is overdue."""
         now = time.monotonic()
-        for rank, pid in self._pids.items():
-            if rank not in self._ended_s and not _is_running(pid):
-                self._ended_s[rank] = now
-        if self._stop_signal is not None:
-            for rank in self._pids.keys() - self._asked:
-                self._asked.add(rank)
-                self._send(rank, signal.SIGTERM)
+        for rank in self._pids.keys() - self._exit_codes.keys():
+            self._reap(rank, os.WNOHANG)
+            if rank_file(self._run_dir, rank, "pid").exists():
+                self._ready.add(rank)
         if any(self._has_failed(rank) for rank in self._ended_s):
             self._plan_kill(now + self._failure_grace_s, "ended after another rank had failed")
+            self._kill(self._pids.keys() - self._ready)  # these have nothing to end
+            self._ask_to_stop()
+        elif self._stop_signal is not None:
+            self._ask_to_stop()
         if self._kill_s is not None and now >= self._kill_s:
-            self._kill_all()
+            self._kill(self._pids)
+
+    def _ask_to_stop(self) -> None:
+        for rank in self._ready - self._asked - self._exit_codes.keys():
+            self._asked.add(rank)
+            os.kill(self._pids[rank], signal.SIGTERM)
+
+    def _reap(self, rank: int, options: int) -> None:
+        """Take the exit code of a rank that has ended, or wait for its end."""
+        pid, status = os.waitpid(self._pids[rank], options)
+        if pid:
+            self._exit_codes[rank] = os.waitstatus_to_exitcode(status)
+            self._ended_s[rank] = time.monotonic()
 
     def _has_failed(self, rank: int) -> bool:
         """Whether an ended rank did not say that it was done."""
@@ -177,20 +196,15 @@ class _Supervisor:
         if self._kill_s is None or at_s < self._kill_s:
             self._kill_s, self._kill_reason = at_s, reason
 
-    def _kill_all(self) -> None:
-        for rank in self._pids:
-            if rank not in self._ended_s and self._send(rank, signal.SIGKILL):
-                self._killed.add(rank)
-
-    def _send(self, rank: int, number: signal.Signals) -> bool:
-        # Only a child that runs is signalled: the number of a reaped one may be someone else's.
-        if not _is_running(self._pids[rank]):
-            return False
-        if number == signal.SIGKILL and os.getpgid(self._pids[rank]) == self._pids[rank]:
-            os.killpg(self._pids[rank], number)  # with whatever the rank has started
-        else:
-            os.kill(self._pids[rank], number)
-        return True
+    def _kill(self, ranks: Iterable[int]) -> None:
+        # Only one that was not reaped: its number may be someone else's by now.
+        for rank in set(ranks) - self._exit_codes.keys() - self._killed:
+            self._killed.add(rank)
+            pid = self._pids[rank]
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, signal.SIGKILL)  # with whatever the rank has started
+            else:
+                os.kill(pid, signal.SIGKILL)
 
     def _report(self, exit_codes: Mapping[int, int]) -> str:
         """The message for a failed job: the first failure in full, the others in a line each."""
@@ -213,47 +227,23 @@ class _Supervisor:
     def _failed_s(self, rank: int, errors: Mapping[int, RankError]) -> float:
         if rank in errors:
             return errors[rank].monotonic_s
-        # A rank that never came up was ended by elastic with the others, unless it is the only one.
-        return self._ended_s.get(rank, math.inf) - _SILENT_DEATH_LEAD_S
+        return self._ended_s[rank] - _SILENT_DEATH_LEAD_S
 
 
-def _run_elastic(run_dir: Path, world_size: int) -> dict[int, int]:
-    """Start the ranks and wait for their end; the exit codes of those that failed."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=_POLL_S,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
-    )
-    _quiet_elastic()
-    # -P: a module of the current folder must not stand in for an installed one.
-    args = ("-P", "-m", "moe_train.rank.rank_main", str(run_dir))
-    try:
-        elastic_launch(config, sys.executable)(*args)
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    return {}
-
-
-def _quiet_elastic() -> None:
-    """Elastic's own reports say less than ours and come in between."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic") or name.endswith("launcher.api"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a child of this process has not ended; does not reap it, elastic does."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables of one rank: this process's, and those by which torch finds the others."""
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        # So torch takes the store that is there, instead of making one on rank 0.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _read_errors(run_dir: Path, world_size: int) -> dict[int, RankError]:

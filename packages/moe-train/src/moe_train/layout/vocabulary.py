@@ -17,10 +17,9 @@ from torch import Tensor
 from moe_train.errors import TrainValueError
 from moe_train.layout.parameters import ParameterLayout, StoredTensors, stored_tensors
 from moe_train.layout.stored_form import plain_form
+from moe_train.layout.tensor_cuts import BY_TOKEN
 from moe_train.model import EMBEDDING
 from unified_ckpt import read_index
-
-_BY_TOKEN = frozenset({EMBEDDING, "lm_head.weight"})
 
 
 def has_new_rows(layout: ParameterLayout, source: Path) -> bool:
@@ -30,7 +29,7 @@ def has_new_rows(layout: ParameterLayout, source: Path) -> bool:
         ValueError: it has fewer rows.
     """
     rows, name = layout.global_shape[0] if layout.global_shape else 0, layout.name
-    if name not in _BY_TOKEN:
+    if name not in BY_TOKEN:
         return False
     stored = _rows_of(source)
     if stored > rows:

@@ -5,6 +5,7 @@ ranks what groups it is given.
 """
 
 from moe_train.model.config import DecoderConfig as DecoderConfig
+from moe_train.model.config import stage_layers as stage_layers
 from moe_train.model.families import rules_of as rules_of
 from moe_train.model.init import decays as decays
 from moe_train.model.init import initialise as initialise
@@ -15,4 +16,3 @@ from moe_train.model.stage import DecoderStage as DecoderStage
 from moe_train.model.stage import StageOptions as StageOptions
 from moe_train.model.stage import StageRecord as StageRecord
 from moe_train.model.stage import Target as Target
-from moe_train.model.stage import stage_layers as stage_layers

@@ -131,6 +131,40 @@ class DecoderConfig:
             extra=dict(read.values),
         )
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values; of latent attention as many as query heads."""
+        attention = self.attention
+        if isinstance(attention, MLAOptions):
+            return self.num_attention_heads
+        return attention.num_kv_heads
+
+    @property
+    def gathered_width(self) -> int:
+        """Numbers of a token that tensor-parallel ranks gather for attention."""
+        attention = self.attention
+        if not isinstance(attention, MLAOptions):
+            return self.hidden_size
+        latents = attention.kv_lora_rank + attention.qk_rope_head_dim
+        return latents + (attention.q_lora_rank or self.hidden_size)
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether queries, or keys, of all heads are normed together."""
+        attention = self.attention
+        return isinstance(attention, AttentionOptions) and attention.qk_norm == "projection"
+
+    @property
+    def dense_widths(self) -> dict[str, int]:
+        """The inner widths of layers without experts, and of shared experts, where there are."""
+        widths = {}
+        if not all(map(self.is_sparse, range(self.num_hidden_layers))):
+            widths["intermediate_size"] = self.intermediate_size
+        if self.moe.shared_expert is not None:
+            width = self.moe.shared_expert.moe_shared_expert_intermediate_size
+            widths["shared_expert_intermediate_size"] = width
+        return widths
+
     @classmethod
     def from_file(cls, path: Path, *, of_text: bool = False) -> "DecoderConfig":
         """Read `config.json`, or the one inside a checkpoint folder.
@@ -345,3 +379,22 @@ def _num_mtp_layers(read: ConfigReader, rules: FamilyRules) -> int:
             f"model_type={read.get('model_type')!r}; use 0 to train and save without these layers"
         )
     return count
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """The layers of stage `stage`.
+
+    Raises:
+        ValueError: the layers do not divide by the stages.
+    """
+    if num_layers % num_stages:
+        raise TrainValueError(
+            f"num_hidden_layers={num_layers} is not divisible by parallel.pp={num_stages} stages; "
+            f"choose pp among {_divisors(num_layers)}"
+        )
+    size = num_layers // num_stages
+    return range(stage * size, (stage + 1) * size)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

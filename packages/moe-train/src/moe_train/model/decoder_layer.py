@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_pipeline import MoEConfig, MoEGroups, MoELayer
@@ -21,10 +22,10 @@ from moe_pipeline.ops import counter_key
 from moe_pipeline.recomputation import discarded
 from moe_train.model.config import DecoderConfig
 from moe_train.model.kv_cache import KeyValueCache
-from moe_train.model.layers import Attention, AttentionContext, DenseMLP
+from moe_train.model.layers import Attention, AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import WHOLE, PositionCut
+from moe_train.model.parallel import ALONE, WHOLE, PositionCut, TensorParallel
 from moe_train.model.token_numbers import ROUTER
 
 _TOGETHER = DispatchOptions()
@@ -36,11 +37,14 @@ class LayerOptions:
 
     Args:
         ep_group: ranks that share the experts; None when this rank holds all of them.
-        expert_parts: experts of each rank of it, for layers that do not have equal parts.
+        etp_group: ranks that share each expert; None when this rank has all of those that it has.
+        expert_parts: experts of each rank of ep, for layers that do not have equal parts.
         token_group: ranks that hold other tokens of the same microbatch (auxiliary loss).
-        cut, cp_group: which positions of each sample this rank has, and of these ranks those that
-            have the others; None: it has whole samples.
-        cp_attention: how attention sees all of them.
+        cut: which positions of each sample this rank has.
+        sequence_group: ranks that have the others; None: it has whole samples.
+        cp_group: of these the ones with which attention exchanges heads, or keys; None: none.
+        cp_attention: how attention sees all positions then.
+        tp: of them the ones that share heads and the inner widths of dense MLPs and shared experts.
         aux_loss_coef, aux_loss_scope: of the load-balancing loss.
         z_loss_coef: of the router's z-loss.
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
@@ -52,11 +56,14 @@ class LayerOptions:
     """
 
     ep_group: dist.ProcessGroup | None = None
+    etp_group: dist.ProcessGroup | None = None
     expert_parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_group: dist.ProcessGroup | None = None
     cut: PositionCut = WHOLE
+    sequence_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
     cp_attention: Literal["all_to_all", "ring"] = "all_to_all"
+    tp: TensorParallel = ALONE
     aux_loss_coef: float = 0.0
     aux_loss_scope: str = "microbatch"
     z_loss_coef: float = 0.0
@@ -69,6 +76,41 @@ class LayerOptions:
     seed: int = 0
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
+
+
+class DenseMLP(nn.Module):
+    """SwiGLU MLP of the layers without experts.
+
+    Args:
+        hidden_size, intermediate_size: widths outside and inside.
+        device, dtype: of the parameters.
+        tp: ranks that share the inner width.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        outer, inner = hidden_size, len(tp.share(intermediate_size))
+        self.gate_proj = nn.Linear(outer, inner, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(outer, inner, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as `x`, [B, own positions, d]. Collective over the ranks of `tp`."""
+        x = self.tp.gather(x)
+        hidden = discarded(_gated_silu, self.gate_proj(x), self.up_proj(x))
+        return self.tp.summed(hidden, self.down_proj)
+
+
+def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -89,9 +131,11 @@ class DecoderLayer(nn.Module):
         if config.is_sparse(layer):
             groups = MoEGroups(
                 ep=options.ep_group,
+                etp=options.etp_group,
                 ep_parts=options.expert_parts.get(layer),
                 tokens=options.token_group,
-                sequence=options.cp_group,
+                sequence=options.sequence_group,
+                tp=options.tp.group if config.moe.shared_expert is not None else None,
             )
             moe = moe_config(config, options)
             noise_key = counter_key(options.seed, layer, ROUTER)
@@ -104,7 +148,7 @@ class DecoderLayer(nn.Module):
                 dispatch=options.dispatch,
             )
         else:
-            self.mlp = DenseMLP(size, config.intermediate_size, device, dtype)
+            self.mlp = DenseMLP(size, config.intermediate_size, device, dtype, options.tp)
         self.input_layernorm = RMSNorm(size, eps, device, dtype)
         self.post_attention_layernorm = RMSNorm(size, eps, device, dtype)
 
@@ -157,7 +201,13 @@ def _attention(
             layer=layer,
             device=device,
             dtype=dtype,
+            tp=options.tp,
         )
     return Attention(
-        config.attention, hidden_size=config.hidden_size, layer=layer, device=device, dtype=dtype
+        config.attention,
+        hidden_size=config.hidden_size,
+        layer=layer,
+        device=device,
+        dtype=dtype,
+        tp=options.tp,
     )

@@ -52,6 +52,16 @@ class Documents:
         return document_BS.where(positions_BS >= 0, own_S)
 
 
+def added_mask(mask_B1SP: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The same as what is added to scores: 0, or minus infinity; for torch's kernels, which would
+    make it of a boolean mask in each layer, and keep it there for the backward.
+    """
+    if mask_B1SP is None:
+        return None
+    nothing = torch.zeros((), dtype=dtype, device=mask_B1SP.device)
+    return nothing.masked_fill(~mask_B1SP, -torch.inf)
+
+
 def read_documents(position_ids_BS: Tensor) -> Documents:
     """Ask the device, once, what the positions [B, S] hold."""
     is_padding_BS = position_ids_BS < 0

@@ -43,30 +43,48 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **named)
 
 
-def initialise(key: str, tensor: Tensor, *, seed: int, std: float, first: int = 0) -> None:
+def initialise(
+    key: str,
+    tensor: Tensor,
+    *,
+    seed: int,
+    std: float,
+    whole: Sequence[int] | None = None,
+    offset: Sequence[int] = (),
+) -> None:
     """Fill the stored tensor `key`: norms with 1, biases with 0, the rest N(0, std).
 
     Args:
         tensor: any strided view of any floating dtype; drawn in fp32 on the CPU, then cast. The
-            whole stored tensor, or of one that holds many experts [E, ...] some of them.
-        first: number of the first expert in `tensor`; each is drawn for itself.
+            whole stored tensor or a box of it: of one that holds many experts [E, ...] some of
+            them, each of which is drawn for itself; of another one the whole is there for a moment.
+        whole: the shape of the stored tensor; None: that of `tensor`.
+        offset: where in it `tensor` begins; zeros are left out where there are only such.
     """
     if is_norm(key):
         tensor.fill_(1.0)
     elif key.endswith("bias"):
         tensor.zero_()
     elif tensor.dim() == 3:
-        for number, expert in enumerate(tensor, start=first):
-            _draw(f"{key}[{number}]", expert, seed, std)
+        start, *within = offset or (0,)
+        for number, expert in enumerate(tensor, start=start):
+            drawn = _drawn(f"{key}[{number}]", (whole or tensor.shape)[1:], seed, std)
+            expert.copy_(_part(drawn, within, expert.shape))
     else:
-        _draw(key, tensor, seed, std)
+        drawn = _drawn(key, whole or tensor.shape, seed, std)
+        tensor.copy_(_part(drawn, offset, tensor.shape))
 
 
-def _draw(name: str, tensor: Tensor, seed: int, std: float) -> None:
+def _part(drawn: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, first in enumerate(offset):
+        drawn = drawn.narrow(dim, first, shape[dim])
+    return drawn
+
+
+def _drawn(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-    tensor.copy_(drawn * std)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32) * std
 
 
 def is_norm(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Attention, norms and the dense MLP of the decoder, numerically those of transformers.
+"""Attention of the decoder, numerically that of transformers.
 
 One attention serves every family with grouped queries: what differs (biases, norms of queries and
 keys, rotation, sinks) is in `AttentionOptions`. DeepSeek's latent attention is in `model.mla`.
@@ -24,16 +24,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_pipeline.ops import counter_key, dropout
-from moe_pipeline.recomputation import discarded
 from moe_train.errors import TrainValueError
-from moe_train.model.documents import read_documents, token_places
+from moe_train.model.documents import added_mask, read_documents, token_places
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import WHOLE, HeadExchange, HeadWidths, RingAttention, RingWidths
+from moe_train.model.parallel import (
+    ALONE,
+    HeadExchange,
+    HeadWidths,
+    RingAttention,
+    RingWidths,
+    SampleShare,
+    TensorParallel,
+    as_many_each,
+    heads_read,
+)
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
 from moe_train.model.token_numbers import ATTENTION, TokenNoise
 
 QK_NORMS = ("none", "head", "projection")
+_WHOLE_SAMPLES = SampleShare()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +87,11 @@ class AttentionOptions:
         if self.qk_norm not in QK_NORMS:
             raise TrainValueError(f"qk_norm={self.qk_norm!r}; choose one of {', '.join(QK_NORMS)}")
 
+    def of_share(self, size: int) -> "AttentionOptions":
+        """Those of one of `size` ranks that share out all heads."""
+        each = self.num_heads // size, self.num_kv_heads // size
+        return replace(self, num_heads=each[0], num_kv_heads=each[1])
+
     def ring_widths(self, num_heads: int) -> RingWidths:
         """What ranks that share samples pass on of a position."""
         return RingWidths(num_kv_heads=self.num_kv_heads, width=2 * self.head_dim)
@@ -94,17 +109,20 @@ class AttentionContext:
     """What the layers share for one microbatch: rotary tables, attention mask, and its tokens.
 
     `cos_BSD`, `sin_BSD`: rotary tables, as wide as the rotated dims. `mask_B1SS`: boolean, True
-    where attention is allowed (with a cache [B, 1, S, P]), or None for plain causal attention.
+    where attention is allowed (with a cache [B, 1, S, P]), or None for plain causal attention;
+    `added_B1SS`: the same as `added_mask` makes it, once for all layers.
     `token_idx_N`: int64, the places in B * S that are no padding; None where there is none.
     `noise`: where training draws random numbers, their seed and the tokens' numbers in the run.
     `token_ids_T`: the numbers of this rank's tokens, where there are such.
-    `exchange` or `ring`: with context parallelism; the tables and `token_idx_N` are then those of
-    this rank's positions, mask and `noise` those of all.
+    `exchange` or `ring`: with context parallelism. Where ranks share samples, `token_idx_N` and
+    `token_ids_T` are those of this rank's positions, the tables those of its tensor-parallel ranks
+    together, mask and `noise` those of all.
     """
 
     cos_BSD: Tensor
     sin_BSD: Tensor
     mask_B1SS: Tensor | None
+    added_B1SS: Tensor | None
     token_idx_N: Tensor | None = None
     noise: TokenNoise | None = None
     token_ids_T: Tensor | None = None
@@ -120,7 +138,7 @@ def attention_contexts(
     windows: Collection[int | None],
     cache: KeyValueCache | None = None,
     noise: TokenNoise | None = None,
-    share: HeadExchange | RingAttention | None = None,
+    share: SampleShare = _WHOLE_SAMPLES,
 ) -> dict[int | None, AttentionContext]:
     """The context of the layers with each of these windows.
 
@@ -132,8 +150,8 @@ def attention_contexts(
         noise: of training that draws random numbers.
         share: with the ranks that share out these positions; no cache then.
     """
-    cut = WHOLE if share is None else share.cut
-    tables = [cut.take(table) for table in rotary_tables(position_ids_BS, rotary, dtype)]
+    cut, across = share.cut, share.across
+    tables = [cut.outer.take(table) for table in rotary_tables(position_ids_BS, rotary, dtype)]
     if cache is not None:
         cache.add_positions(position_ids_BS)
         # After the first call each row goes on token by token, without padding.
@@ -143,22 +161,23 @@ def attention_contexts(
     else:
         documents = read_documents(position_ids_BS)
         tokens = documents.token_idx_N
-        if tokens is not None and cut != WHOLE:
+        if tokens is not None and share != _WHOLE_SAMPLES:
             tokens = token_places(cut.take(position_ids_BS))
-        if isinstance(share, RingAttention):
+        if isinstance(across, RingAttention):
             numbers_BS = documents.numbers() if documents.has_inner_starts else None
-            share = replace(share, document_BS=numbers_BS)
+            across = replace(across, document_BS=numbers_BS)
             masks = dict.fromkeys(windows)
         else:
             masks = {window: documents.mask(window) for window in windows}
     ids_T = None if noise is None else cut.take(noise.token_ids_BS).flatten()
-    exchange = share if isinstance(share, HeadExchange) else None
-    ring = share if isinstance(share, RingAttention) else None
+    exchange = across if isinstance(across, HeadExchange) else None
+    ring = across if isinstance(across, RingAttention) else None
     return {
         w: AttentionContext(
             tables[0],
             tables[1],
             masks[w],
+            added_mask(masks[w], dtype),
             tokens,
             noise,
             ids_T,
@@ -177,6 +196,8 @@ class Attention(nn.Module):
         hidden_size: width of a token.
         layer: number of the layer, for the cache.
         device, dtype: of the parameters.
+        tp: ranks that share the heads. Keys and values are shared out with them where these divide;
+            else each rank has the projections of all, and uses those of the heads that it reads.
     """
 
     def __init__(
@@ -187,12 +208,16 @@ class Attention(nn.Module):
         layer: int,
         device: torch.device | None,
         dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
         self.options = options
-        self.layer = layer
-        queries = options.num_heads * options.head_dim
-        keys = options.num_kv_heads * options.head_dim
+        self.layer, self.tp = layer, tp
+        self._heads, self._kv_heads = tp.share(options.num_heads), range(options.num_kv_heads)
+        if options.num_kv_heads % tp.size == 0:
+            self._kv_heads = tp.share(options.num_kv_heads)
+        queries = len(self._heads) * options.head_dim
+        keys = len(self._kv_heads) * options.head_dim
 
         def linear(size_in: int, size_out: int, bias: bool) -> nn.Linear:
             return nn.Linear(size_in, size_out, bias=bias, device=device, dtype=dtype)
@@ -207,13 +232,16 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(widths[0], options.norm_eps, device, dtype)
             self.k_norm = RMSNorm(widths[1], options.norm_eps, device, dtype)
         if options.has_sinks:
-            self.sinks = nn.Parameter(torch.empty(options.num_heads, device=device, dtype=dtype))
+            self.sinks = nn.Parameter(torch.empty(len(self._heads), device=device, dtype=dtype))
 
     def forward(
         self, x_BSd: Tensor, context: AttentionContext, cache: KeyValueCache | None
     ) -> Tensor:
-        """Attend within each document; with a cache, `x_BSd` continues the cached positions."""
-        q_BHSD, k_BKSD, v_BKSD = self._projections(x_BSd)
+        """Attend within each document; with a cache, `x_BSd` continues the cached positions.
+
+        Collective over the ranks of `tp` and those that share samples.
+        """
+        q_BHSD, k_BKSD, v_BKSD = self._projections(self.tp.gather(x_BSd))
         interleaved = self.options.rope_interleaved
         q_BHSD = rotate(q_BHSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
         k_BKSD = rotate(k_BKSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
@@ -227,12 +255,14 @@ class Attention(nn.Module):
                 scale=self.options.head_dim**-0.5,
                 sinks_H=self.sinks if self.options.has_sinks else None,
             )
-            return joined_heads(around_BHSD, self.o_proj)
-        heads = range(self.options.num_heads)
+            return joined_heads(around_BHSD, self.o_proj, self.tp)
+        num_heads = q_BHSD.shape[1]
+        heads = range(num_heads)
         if context.exchange is not None:
             heads, (q_BHSD, k_BKSD, v_BKSD) = context.exchange.to_heads(q_BHSD, k_BKSD, v_BKSD)
         p = self.options.dropout * self.training
-        drop = weight_dropout(p, self.layer, context, first_head=heads.start)
+        first_head = self._heads.start + heads.start
+        drop = weight_dropout(p, self.layer, context, first_head=first_head)
         if self.options.has_sinks or drop is not None:
             out_BHSD = explicit_attention(
                 q_BHSD,
@@ -247,18 +277,18 @@ class Attention(nn.Module):
                 q_BHSD,
                 k_BKSD,
                 v_BKSD,
-                attn_mask=context.mask_B1SS,
+                attn_mask=context.added_B1SS,
                 is_causal=context.mask_B1SS is None and k_BKSD.shape[2] == q_BHSD.shape[2],
                 enable_gqa=True,
             )
         if context.exchange is not None:
-            out_BHSD = context.exchange.to_positions(out_BHSD, num_heads=self.options.num_heads)
-        return joined_heads(out_BHSD, self.o_proj)
+            out_BHSD = context.exchange.to_positions(out_BHSD, num_heads=num_heads)
+        return joined_heads(out_BHSD, self.o_proj, self.tp)
 
     def _projections(self, x_BSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, S, D], keys and values [B, K, S, D], normed and clipped."""
         options = self.options
-        q, k, v = self.q_proj(x_BSd), self.k_proj(x_BSd), self.v_proj(x_BSd)
+        q, k, v = self.q_proj(x_BSd), self._keys(self.k_proj, x_BSd), self._keys(self.v_proj, x_BSd)
         if options.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         if options.clip_qkv is not None:
@@ -266,13 +296,35 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, options.head_dim)) for x in (q, k, v))
         if options.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
+        if self._has_all_keys:
+            each = options.num_heads // options.num_kv_heads
+            k_BKSD, v_BKSD = (as_many_each(x, self._heads, each) for x in (k_BKSD, v_BKSD))
+        return q_BHSD, k_BKSD, v_BKSD
+
+    @property
+    def _has_all_keys(self) -> bool:
+        """Whether this rank has the projections of more heads than it reads."""
+        return self.tp.size > 1 and len(self._kv_heads) == self.options.num_kv_heads
+
+    def _keys(self, projection: nn.Linear, x_BSd: Tensor) -> Tensor:
+        """Keys or values of the heads that this rank reads."""
+        if not self._has_all_keys:
+            found: Tensor = projection(x_BSd)
+            return found
+        options = self.options
+        read = heads_read(self._heads, options.num_heads // options.num_kv_heads)
+        rows = slice(read.start * options.head_dim, read.stop * options.head_dim)
+        bias = None if projection.bias is None else projection.bias[rows]
+        return F.linear(x_BSd, projection.weight[rows], bias)
 
 
-def joined_heads(out_BHSD: Tensor, o_proj: nn.Linear) -> Tensor:
-    """What attention returns for each head, [B, H, S, D], projected to the hidden size."""
-    out_BSd: Tensor = o_proj(out_BHSD.transpose(1, 2).flatten(2))
-    return out_BSd
+def joined_heads(out_BHSD: Tensor, o_proj: nn.Linear, tp: TensorParallel) -> Tensor:
+    """What attention returns for each head, [B, H, S, D], projected to the hidden size.
+
+    Collective over the ranks of `tp`: of all their heads, at this rank's positions.
+    """
+    return tp.summed(out_BHSD.transpose(1, 2).flatten(2), o_proj)
 
 
 def explicit_attention(
@@ -344,35 +396,3 @@ def weight_dropout(
         return dropped.view(of_query.shape).permute(0, 2, 3, 1, 4)
 
     return drop
-
-
-class DenseMLP(nn.Module):
-    """SwiGLU MLP of the layers without experts.
-
-    Args:
-        hidden_size, intermediate_size: widths outside and inside.
-        device, dtype: of the parameters.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        device: torch.device | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        outer, inner = hidden_size, intermediate_size
-        self.gate_proj = nn.Linear(outer, inner, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(outer, inner, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as `x`."""
-        hidden = discarded(_gated_silu, self.gate_proj(x), self.up_proj(x))
-        out: Tensor = self.down_proj(hidden)
-        return out
-
-
-def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up

@@ -32,7 +32,7 @@ from moe_train.model.layers import (
     weight_dropout,
 )
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import HeadWidths, RingWidths
+from moe_train.model.parallel import ALONE, HeadWidths, RingWidths, TensorParallel
 from moe_train.model.rotary import rotate
 
 
@@ -89,6 +89,10 @@ class MLAOptions:
         """Width of a head's whole query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    def of_share(self, size: int) -> "MLAOptions":
+        """Those of one of `size` ranks that share out the heads: the same."""
+        return self
+
     def ring_widths(self, num_heads: int) -> RingWidths:
         """What ranks that share samples pass on of a position."""
         return RingWidths(num_kv_heads=num_heads, width=self.qk_head_dim + self.v_head_dim)
@@ -111,6 +115,7 @@ class LatentAttention(nn.Module):
         num_heads: heads of queries, keys and values.
         layer: number of the layer, for the cache.
         device, dtype: of the parameters.
+        tp: ranks that share the heads; latents of own positions are gathered.
     """
 
     def __init__(
@@ -122,10 +127,12 @@ class LatentAttention(nn.Module):
         layer: int,
         device: torch.device | None,
         dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
         self.options = options
-        self.layer = layer
+        self.layer, self.tp = layer, tp
+        self._first_head, num_heads = tp.share(num_heads).start, len(tp.share(num_heads))
 
         def linear(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(size_in, size_out, bias=bias, device=device, dtype=dtype)
@@ -162,8 +169,9 @@ class LatentAttention(nn.Module):
             ValueError: rotary tables of another width.
         """
         self._check(context)
-        q_BHSQ = self._queries(x_BSd, context)
-        latent_B1PC, k_rot_B1PR = self._latents(x_BSd, context)
+        into_BSd, latent_BPC, k_BPR = self._gathered(x_BSd)
+        q_BHSQ = self._queries(into_BSd, context)
+        latent_B1PC, k_rot_B1PR = latent_BPC[:, None], self._rotate(k_BPR[:, None], context)
         if cache is not None:
             latent_B1PC, k_rot_B1PR = cache.extend(self.layer, latent_B1PC, k_rot_B1PR)
         num_heads = q_BHSQ.shape[1]
@@ -172,7 +180,7 @@ class LatentAttention(nn.Module):
             k_BHSQ, v_BHSV = self._expand(latent_B1PC, k_rot_B1PR, heads, num_heads)
             scale = self.options.softmax_scale
             out_BHSV = context.ring.attend(q_BHSQ, k_BHSQ, v_BHSV, scale=scale)
-            return joined_heads(out_BHSV, self.o_proj)
+            return joined_heads(out_BHSV, self.o_proj, self.tp)
         if context.exchange is not None:
             exchanged = context.exchange.to_heads(q_BHSQ, latent_B1PC, k_rot_B1PR)
             heads, (q_BHSQ, latent_B1PC, k_rot_B1PR) = exchanged
@@ -180,7 +188,7 @@ class LatentAttention(nn.Module):
         out_BHSV = self._attend(q_BHSQ, k_BHPQ, v_BHPV, context, heads.start)
         if context.exchange is not None:
             out_BHSV = context.exchange.to_positions(out_BHSV, num_heads=num_heads)
-        return joined_heads(out_BHSV, self.o_proj)
+        return joined_heads(out_BHSV, self.o_proj, self.tp)
 
     def _attend(
         self,
@@ -193,12 +201,13 @@ class LatentAttention(nn.Module):
         """[B, H, S, V]"""
         options, mask = self.options, context.mask_B1SS
         p = options.dropout * self.training
+        first_head += self._first_head
         drop = weight_dropout(p, self.layer, context, first_head=first_head)
         if drop is not None:
             return explicit_attention(
                 q_BHSQ, k_BHPQ, v_BHPV, mask, scale=options.softmax_scale, drop=drop
             )
-        queries, keys = q_BHSQ.shape[2], k_BHPQ.shape[2]
+        queries, keys, mask = q_BHSQ.shape[2], k_BHPQ.shape[2], context.added_B1SS
         if mask is None and 1 < queries < keys:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BHSQ.device)
             mask = mask.tril(keys - queries)
@@ -211,23 +220,30 @@ class LatentAttention(nn.Module):
             scale=options.softmax_scale,
         )
 
-    def _queries(self, x_BSd: Tensor, context: AttentionContext) -> Tensor:
+    def _queries(self, into_BSd: Tensor, context: AttentionContext) -> Tensor:
+        """[B, H, S, Q] of tokens, or of the queries' latents."""
         options = self.options
-        if options.q_lora_rank is None:
-            flat = self.q_proj(x_BSd)
-        else:
-            flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSd)))
-        q_BHSQ = flat.unflatten(-1, (-1, options.qk_head_dim)).transpose(1, 2)
+        last = self.q_proj if options.q_lora_rank is None else self.q_b_proj
+        q_BHSQ = last(into_BSd).unflatten(-1, (-1, options.qk_head_dim)).transpose(1, 2)
         parts = q_BHSQ.split((options.qk_nope_head_dim, options.qk_rope_head_dim), dim=-1)
         return torch.cat((parts[0], self._rotate(parts[1], context)), dim=-1)
 
-    def _latents(self, x_BSd: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The normed latent [B, 1, S, C] and the rotated shared key [B, 1, S, R]."""
+    def _gathered(self, x_BSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the positions of all ranks of `tp` what queries are made from (tokens, or their
+        latents), the normed latent [B, S, C] of keys and values, and the shared key [B, S, R].
+        """
         options = self.options
         widths = (options.kv_lora_rank, options.qk_rope_head_dim)
         latent_BSC, k_BSR = self.kv_a_proj_with_mqa(x_BSd).split(widths, dim=-1)
-        k_rot_B1SR = self._rotate(k_BSR[:, None], context)
-        return self.kv_a_layernorm(latent_BSC)[:, None], k_rot_B1SR
+        into = x_BSd
+        if options.q_lora_rank is not None:
+            into = self.q_a_layernorm(self.q_a_proj(x_BSd))
+        latent_BSC = self.kv_a_layernorm(latent_BSC)
+        if self.tp.size == 1:
+            return into, latent_BSC, k_BSR
+        together = self.tp.gather(torch.cat((into, latent_BSC, k_BSR), dim=-1))
+        parts = together.split((into.shape[-1], *widths), dim=-1)
+        return parts[0], parts[1], parts[2]
 
     def _expand(
         self, latent_B1PC: Tensor, k_rot_B1PR: Tensor, heads: range, num_heads: int

@@ -104,7 +104,7 @@ class MTPTokens:
     """The tokens of a microbatch as the last stage knows them, int64 [B, S] each.
 
     `labels_BS` are the main model's: the next token of each place, or -100. Positions start again
-    at 0 with each document. `cut`: whose positions the layers compute.
+    at 0 with each document. `cut`: whose tokens embedding and loss see.
     """
 
     input_ids_BS: Tensor
@@ -113,7 +113,7 @@ class MTPTokens:
     cut: PositionCut = WHOLE
 
     def at_depth(self, depth: int) -> tuple[Tensor, Tensor]:
-        """For this rank's places the tokens `depth` places ahead, and the labels that follow those.
+        """For the places of `cut` the tokens `depth` places ahead, and the labels that follow.
 
         A label is -100 where it lies behind the end of the sequence or in another document, or is
         ignored by the main model. Where its document has no token ahead the id is 0, whatever
@@ -135,10 +135,14 @@ class MTPTokens:
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """The main model's embedding and head, both [V, d]."""
+    """The main model's embedding and head, both [V, d] or some rows of that.
+
+    `embed`: `(ids_BS, embedding_Vd)` to the embeddings at this rank's positions.
+    """
 
     embedding_Vd: Tensor
     head_Vd: Tensor
+    embed: Callable[[Tensor, Tensor], Tensor] = F.embedding
 
 
 class MTPOutput(NamedTuple):
@@ -157,7 +161,7 @@ def mtp_loss(
     shared: SharedWeights,
     context: AttentionContext,
     *,
-    token_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss,
+    token_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     recompute: LayerRecompute = KEEP_ALL,
 ) -> MTPOutput:
     """The loss of all depths; its gradient reaches the main model, the embedding and the head.
@@ -170,8 +174,8 @@ def mtp_loss(
         tokens: of this microbatch.
         shared: embedding and head.
         context: of the main model's layers.
-        token_loss: `(hidden_Td, head_Vd, labels_T)` to a sum of cross entropies without the labels
-            of -100, as `head_loss`.
+        token_loss: `(hidden_BSd, head_Vd, labels_BS)` to a sum of cross entropies without the
+            labels of -100; None: `head_loss` of all of them.
         recompute: what each depth keeps for its backward.
 
     Raises:
@@ -184,11 +188,15 @@ def mtp_loss(
     losses, reports = [], []
     for depth, layer in enumerate(layers, start=1):
         ahead_BS, labels_BS = tokens.at_depth(depth)
-        embedded_BSd = F.embedding(ahead_BS, shared.embedding_Vd)
+        embedded_BSd = shared.embed(ahead_BS, shared.embedding_Vd)
         hidden_BSd, routed = recompute(layer, hidden_BSd, embedded_BSd, context)
-        losses.append(token_loss(hidden_BSd.flatten(0, 1), shared.head_Vd, labels_BS.flatten()))
+        losses.append((token_loss or _head_loss)(hidden_BSd, shared.head_Vd, labels_BS))
         reports.append(routed)
     return MTPOutput(torch.stack(losses).mean(), reports)
+
+
+def _head_loss(hidden_BSd: Tensor, head_Vd: Tensor, labels_BS: Tensor) -> Tensor:
+    return head_loss(hidden_BSd.flatten(0, 1), head_Vd, labels_BS.flatten())
 
 
 def stored_name(name: str) -> str:

@@ -33,7 +33,14 @@ from moe_train.model.layers import AttentionContext, attention_contexts
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import WHOLE, HeadExchange, RingAttention
+from moe_train.model.parallel import (
+    WHOLE,
+    HeadExchange,
+    PositionCut,
+    RingAttention,
+    SampleShare,
+    VocabularyShare,
+)
 from moe_train.model.token_numbers import TokenNumbers
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -112,7 +119,8 @@ class _Body(nn.Module):
         device, dtype = options.device, options.dtype
         size, eps = config.hidden_size, config.rms_norm_eps
         if options.first or (options.last and config.shares_embedding(options.mtp_loss_coef)):
-            self.embed_tokens = nn.Embedding(config.vocab_size, size, device=device, dtype=dtype)
+            rows = len(VocabularyShare(size=config.vocab_size, tp=options.tp).rows)
+            self.embed_tokens = nn.Embedding(rows, size, device=device, dtype=dtype)
         layers: dict[str, nn.Module] = {
             str(layer): DecoderLayer(config, layer, options) for layer in options.layers
         }
@@ -137,10 +145,11 @@ class DecoderStage(nn.Module):
         self.config = config
         self.options = options
         self.model = _Body(config, options)
+        self._vocabulary = VocabularyShare(size=config.vocab_size, tp=options.tp)
         if options.last and not config.tie_word_embeddings:
             self.lm_head = nn.Linear(
                 config.hidden_size,
-                config.vocab_size,
+                len(self._vocabulary.rows),
                 bias=False,
                 device=options.device,
                 dtype=options.dtype,
@@ -185,7 +194,7 @@ class DecoderStage(nn.Module):
 
         Args:
             inputs: `(input_ids or hidden, position_ids)`, shapes [B, S] or [B, S, d], and [B, S];
-                a position of -1 is padding. With `cp_group` the hidden states are those of this
+                a position of -1 is padding. With a `cut` the hidden states are those of this
                 rank's positions, everything else that of whole samples, the target's too.
             target: a `Target` on the last stage, otherwise None.
         """
@@ -195,7 +204,7 @@ class DecoderStage(nn.Module):
             return self._forward(inputs, target)
 
     def _forward(self, inputs: Sequence[Tensor], target: object | None) -> StageOutput:
-        first_BS = self._cut.take(inputs[0]) if self.options.first else inputs[0]
+        first_BS = self._seen.take(inputs[0]) if self.options.first else inputs[0]
         x_BSd = self._embedded(first_BS)
         contexts = self._contexts(inputs[1], x_BSd.dtype, None)
         hidden_BSd, aux_loss = self._through_layers(x_BSd, contexts, None)
@@ -204,9 +213,8 @@ class DecoderStage(nn.Module):
         if not isinstance(target, Target):
             raise TrainTypeError(f"the last stage needs a Target, got {type(target).__name__}")
         normed_BSd = self.model.norm(hidden_BSd)
-        labels_T = self._cut.take(target.labels_BS).flatten()
-        loss = self._token_loss(normed_BSd.flatten(0, 1), self.head, labels_T)
-        loss = loss * target.scale
+        labels_BS = self._seen.take(target.labels_BS)
+        loss = self._token_loss(normed_BSd, self.head, labels_BS) * target.scale
         self.record.loss += loss.detach()
         parts = [loss, aux_loss]
         if self.training and self.config.mtp_layers and self.options.mtp_loss_coef:
@@ -228,8 +236,9 @@ class DecoderStage(nn.Module):
         )
 
     def _embedded(self, first_BS: Tensor) -> Tensor:
-        embedded: Tensor = self.model.embed_tokens(first_BS) if self.options.first else first_BS
-        return embedded
+        if not self.options.first:
+            return first_BS
+        return self._vocabulary.embedded(first_BS, self.model.embed_tokens.weight)
 
     def _through_layers(
         self,
@@ -252,7 +261,7 @@ class DecoderStage(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The head's weight [V, d]; last stage only."""
+        """The head's weight [V, d], of tensor-parallel ranks their rows; last stage only."""
         if self.config.tie_word_embeddings:
             return self.model.embed_tokens.weight
         return self.lm_head.weight
@@ -283,13 +292,14 @@ class DecoderStage(nn.Module):
             share=self._share(position_ids_BS.shape[1]),
         )
 
-    def _share(self, num_positions: int) -> HeadExchange | RingAttention | None:
-        """How attention sees the positions of other ranks; None where there are none."""
+    def _share(self, num_positions: int) -> SampleShare:
+        """What this rank has of its samples, and how attention sees the rest."""
         group, cut = self.options.cp_group, self.options.cut
         if group is None:
-            return None
+            return SampleShare(cut=cut)
         kind = RingAttention if self.options.cp_attention == "ring" else HeadExchange
-        return kind(group=group, cut=cut, num_positions=num_positions)
+        across = kind(group=group, cut=cut.outer, num_positions=num_positions)
+        return SampleShare(cut=cut, across=across)
 
     def _mtp_losses(
         self,
@@ -308,8 +318,8 @@ class DecoderStage(nn.Module):
         out = mtp_loss(
             [layer for layer in layers if isinstance(layer, MTPLayer)],
             normed_BSd,
-            MTPTokens(target.input_ids_BS, target.labels_BS, position_ids_BS, self._cut),
-            SharedWeights(self.model.embed_tokens.weight, self.head),
+            MTPTokens(target.input_ids_BS, target.labels_BS, position_ids_BS, self._seen),
+            SharedWeights(self.model.embed_tokens.weight, self.head, self._vocabulary.embedded),
             context,
             token_loss=self._token_loss,
             recompute=self._recompute,
@@ -319,9 +329,17 @@ class DecoderStage(nn.Module):
         reports = dict(zip(self.config.mtp_layers, out.routed, strict=True))
         return [loss, self._router_loss(reports, self._deferred_mtp)]
 
-    def _token_loss(self, hidden_Td: Tensor, head_Vd: Tensor, labels_T: Tensor) -> Tensor:
-        """Sum of the cross entropies of the labels that are not -100."""
+    @property
+    def _seen(self) -> PositionCut:
+        """Whose tokens embedding and loss see: those of all ranks that share the vocabulary."""
+        return self._cut if self.options.tp.size == 1 else self._cut.outer
+
+    def _token_loss(self, hidden_BSd: Tensor, head_Vd: Tensor, labels_BS: Tensor) -> Tensor:
+        """Sum of the cross entropies of the labels of own positions that are not -100."""
         chunk = self.options.loss_chunk_tokens
+        if self.options.tp.size > 1:
+            return self._vocabulary.loss(hidden_BSd, head_Vd, labels_BS, chunk)
+        hidden_Td, labels_T = hidden_BSd.flatten(0, 1), labels_BS.flatten()
         if chunk is None:
             return head_loss(hidden_Td, head_Vd, labels_T)
         itemsize = torch.promote_types(head_Vd.dtype, torch.float32).itemsize
@@ -374,22 +392,3 @@ class DecoderStage(nn.Module):
         return StageRecord(
             loss=zero, aux_loss=zero.clone(), z_loss=zero.clone(), mtp_loss=zero.clone(), load_E={}
         )
-
-
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The layers of stage `stage`.
-
-    Raises:
-        ValueError: the layers do not divide by the stages.
-    """
-    if num_layers % num_stages:
-        raise TrainValueError(
-            f"num_hidden_layers={num_layers} is not divisible by parallel.pp={num_stages} stages; "
-            f"choose pp among {_divisors(num_layers)}"
-        )
-    size = num_layers // num_stages
-    return range(stage * size, (stage + 1) * size)
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -7,7 +7,7 @@ without an fp32 copy of the weights (arXiv 2010.06192).
 Invariant: what a weight is rounded to depends on its exact value, the seed, the number of the
 update and its place in the global parameter, never on the layout; exact numbers stay.
 
-    rounding = StochasticRounding(seed=0, first_rows={"experts.down_proj": 8})
+    rounding = StochasticRounding(seed=0, first={"experts.down_proj": (8, 0)})
     rounding.write("experts.down_proj", exact_fp32, weight_bf16, update=17)
 """
 
@@ -30,20 +30,21 @@ class StochasticRounding:
 
     Args:
         seed: of the job.
-        first_rows: of parameters of which this rank holds a part: the global number of its first
-            index of dim 0; 0 for others.
+        first: of parameters of which this rank holds a part: where it begins, the global numbers of
+            its first index of dim 0, and of its first column; zeros for others.
     """
 
     seed: int
-    first_rows: Mapping[str, int]
+    first: Mapping[str, tuple[int, int]]
 
     def write(self, name: str, exact: Tensor, to: Tensor, *, update: int) -> None:
         """Store `exact` (fp32) in `to` (bfloat16, the same shape), rounded; not collective."""
         rows = exact.reshape(exact.shape[0] if exact.dim() else 1, -1).contiguous()
         key = counter_key(self.seed, _ROUNDING, update, zlib.crc32(name.encode()))
-        first = self.first_rows.get(name, 0)
+        first, column = self.first.get(name, (0, 0))
         ids = torch.arange(first, first + rows.shape[0], device=rows.device)
-        noise = counter_uniform(key, ids, rows.shape[1]).mul_(1 << _DROPPED_BITS).to(torch.int32)
+        noise = counter_uniform(key, ids, rows.shape[1], first_column=column)
+        noise = noise.mul_(1 << _DROPPED_BITS).to(torch.int32)
         # Sign and magnitude: what is added to the dropped bits carries into the magnitude.
         bits = rows.view(torch.int32).add(noise).bitwise_and_(-1 << _DROPPED_BITS)
         rounded = torch.where(rows.isfinite(), bits.view(torch.float32), rows)

@@ -32,6 +32,7 @@ class RowShares:
             ranks; the same on all of them, zeros allowed.
         gather_group: the same ranks in the same order, for what is gathered beside sums; None:
             that group.
+        is_alone: the other ranks do not exist; see `comm_collectives.simulation.stand_alone`.
     """
 
     def __init__(
@@ -39,8 +40,11 @@ class RowShares:
         group: dist.ProcessGroup,
         rows: Mapping[nn.Parameter, tuple[int, ...]],
         gather_group: dist.ProcessGroup | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         self._group, self._rows, self._rank = group, dict(rows), group.rank()
+        self._is_alone = is_alone
         self._gather_group = gather_group or group
         self._parts = slices_of([p.numel() for p in self._rows])
 
@@ -112,10 +116,10 @@ class RowShares:
     ) -> Callable[[], None]:
         """As `all_gather`, but return what waits for the rows and fills the parameters."""
         flat = torch.cat([rows.reshape(-1) for rows in own])
-        under_way = all_gather(flat, group=self._gather_group, async_op=True)
+        rows_of_all = self._start_gather(flat, sum(p.numel() for p in parameters))
 
         def fill() -> None:
-            found = under_way.wait()
+            found = rows_of_all()
             for rank in range(self.num_ranks):
                 rows = [p.data.split(self._rows[p])[rank] for p in parameters]
                 count = sum(r.numel() for r in rows)
@@ -124,6 +128,14 @@ class RowShares:
                     mine.copy_(piece.view(mine.shape))
 
         return fill
+
+    def _start_gather(self, flat: Tensor, total: int) -> Callable[[], Tensor]:
+        """Start the gathering of numbers, `total` of all ranks; return what waits for it."""
+        if not self._is_alone:
+            return all_gather(flat, group=self._gather_group, async_op=True).wait
+        # Nobody is there to say how many it has. What is sent is kept as long as by a handle.
+        kept = (flat, flat.new_empty(total))
+        return lambda: kept[1]
 
 
 def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

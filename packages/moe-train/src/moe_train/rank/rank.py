@@ -130,10 +130,3 @@ def leave(exit_code: int) -> None:
 def rank_number() -> int:
     """This process's rank, from the environment; 0 outside of a job."""
     return int(os.environ.get("RANK", "0"))
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

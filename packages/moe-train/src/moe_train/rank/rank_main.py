@@ -1,6 +1,8 @@
-"""The program of one rank: `python -m moe_train.rank.rank_main RUN_DIR`.
+"""One rank that the launcher of this machine has started, be it a program of its own or a fork.
 
 Invariant: a rank ends with its launcher, and writes down its error before it ends with one.
+
+    leave(run_launched(run_dir))
 """
 
 import ctypes
@@ -16,21 +18,23 @@ from moe_train.cache import write_atomic
 from moe_train.rank.rank import (
     RankJob,
     RankJobError,
-    leave,
     rank_file,
     rank_number,
     run_rank,
     watch_stop_signals,
 )
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def main(run_dir: Path) -> int:
-    """Run this rank of the launch described in `run_dir`; returns the exit code."""
+def run_launched(run_dir: Path) -> int:
+    """Run this rank of the launch described in `run_dir`; returns the exit code.
+
+    Where the system can show it (Linux), the process is called `rank 3` then.
+    """
     context, rank = watch_stop_signals(), rank_number()
     job = RankJob(**json.loads((run_dir / "job.json").read_bytes()))
-    _die_with(job.launcher_pid)
+    _die_with(job.launcher_pid, f"rank {rank}")
     write_atomic(rank_file(run_dir, rank, "pid"), str(os.getpid()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -42,13 +46,11 @@ def main(run_dir: Path) -> int:
     return 0
 
 
-def _die_with(launcher_pid: int) -> None:
+def _die_with(launcher_pid: int, name: str) -> None:
     """Have the system kill this process when the launcher ends, however it ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_NAME, name.encode())
     if os.getppid() != launcher_pid:
         os._exit(1)  # it ended before the request was in force
-
-
-if __name__ == "__main__":
-    leave(main(Path(sys.argv[1])))

@@ -6,11 +6,11 @@ errors; comm_collectives, gpu_alloc, mesh_spmd, moe_pipeline, unified_ckpt.
 
 from moe_train.training.build import Training as Training
 from moe_train.training.build import build_runner as build_runner
+from moe_train.training.build import build_stages as build_stages
 from moe_train.training.build import build_training as build_training
 from moe_train.training.build import check_layout as check_layout
 from moe_train.training.build import read_model_config as read_model_config
 from moe_train.training.build import rules_of_job as rules_of_job
-from moe_train.training.experts import aux_loss_coef as aux_loss_coef
 from moe_train.training.layout_request import LayoutRequests as LayoutRequests
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop

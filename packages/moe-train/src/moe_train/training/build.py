@@ -5,13 +5,13 @@ gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (throu
 and write it. gpu-alloc replays what this allocates, in `plan`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions
@@ -22,7 +22,6 @@ from moe_train.data import prepare
 from moe_train.errors import TrainValueError
 from moe_train.layout import (
     ParameterLayout,
-    StoredTensors,
     chosen_names,
     decoder_shapes,
     parameter_layouts,
@@ -42,7 +41,6 @@ from moe_train.optim import (
     ParameterGroup,
     ParameterShares,
     StageBlocks,
-    StochasticRounding,
     UpdateRule,
     update_rules,
 )
@@ -65,7 +63,12 @@ from moe_train.training.pipelines import (
 )
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
-from moe_train.training.updates import layouts_shared_out, parameter_groups, stage_blocks
+from moe_train.training.updates import (
+    groups_of_job,
+    layouts_shared_out,
+    rounding,
+    stage_blocks,
+)
 from unified_ckpt import ManagerOptions
 from unified_ckpt.files.storage import as_target
 
@@ -124,6 +127,13 @@ def _check_one_layout(config: Config, model: DecoderConfig) -> None:
     expert_parts(config, model)
     config.check_batch()
     config.parallel.check_dropout(model.attention.dropout)
+    config.parallel.check_tensor(
+        widths=model.dense_widths,
+        vocab_size=model.vocab_size,
+        norms_all_heads=model.norms_all_heads,
+    )
+    width, has_bias = model.moe.moe_intermediate_size, model.moe.experts.has_bias
+    config.parallel.check_expert_width(width, has_bias=has_bias)
     check_balancing(config, model, unmeasured_schedule(config))
     dispatch_options(config, model)
     check_products(config, model)
@@ -178,9 +188,12 @@ def _stage_options(config: Config, model: DecoderConfig, parallel: Parallel) -> 
         sample_rank=parallel.sample_rank,
         num_sample_ranks=parallel.num_sample_ranks,
         cut=parallel.cut,
+        sequence_group=parallel.sequence_group,
         cp_group=parallel.cp_group,
+        tp=parallel.tp,
         cp_attention=config.parallel.cp_attention,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
+        etp_group=parallel.etp_group,
         expert_parts=expert_parts(config, model),
         token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
         num_microbatches=config.train.gradient_accumulation_steps,
@@ -218,23 +231,26 @@ def build_training(config: Config, parallel: Parallel) -> Training:
 
 
 def build_runner(
-    config: Config, model: DecoderConfig, parallel: Parallel, files: Mapping[str, bytes]
+    config: Config,
+    model: DecoderConfig,
+    parallel: Parallel,
+    files: Mapping[str, bytes],
+    schedule: Schedule | None = None,
 ) -> tuple[StepRunner, Checkpointer]:
-    """The stage with its optimizer, executors and checkpoints; no data.
-
-    Args:
-        files: what rank 0 writes beside the weights.
+    """The stage with its optimizer, executors and checkpoints; no data. `files` is what rank 0
+    writes beside the weights; a `schedule` of None is that of the configuration.
     """
     stages = build_stages(config, model, parallel)
-    layouts = parameter_layouts(stages, model, parallel.stage_mesh, expert_parts(config, model))
+    parts = expert_parts(config, model)
+    tp, etp = config.parallel.tp, config.parallel.etp
+    layouts = parameter_layouts(stages, model, parallel.stage_mesh, parts, tp, etp)
     rules = rules_of_job(config, model)
     finer = layouts_shared_out(layouts, rules) if config.parallel.sharding else {}
     of_updates = layouts | finer
     parameters = {name: p for name, p in stages.named_parameters() if p.requires_grad}
     tensors = stage_tensors(stages)
-    if not parallel.is_alone:
-        _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
-    groups = _groups(config, model, parameters, parallel, finer)
+    _initialise(config, model, parallel, layouts, tensors)
+    groups = groups_of_job(config, model, parameters, parallel, layouts, finer)
     blocks = stage_blocks(stages)
     rows = _parameter_rows(config, blocks, groups)
     optimizer = Optimizer(
@@ -242,11 +258,11 @@ def build_runner(
         rules,
         config.optimizer,
         master_weights=config.train.master_weights,
-        rounding=_rounding(config, parameters, of_updates, parallel.rank),
+        rounding=rounding(config, parameters, of_updates, parallel.rank),
         shares=[g.shares for g in groups if g.shares and not rows.holds(g.shares)],
         rows=rows.own,
     )
-    schedule = training_schedule(config, stages, parallel)
+    schedule = schedule or training_schedule(config, stages, parallel)
     check_balancing(config, model, schedule)
     background = _background(config, stages)
     runner = StepRunner(
@@ -261,7 +277,7 @@ def build_runner(
         before_update=None if background is None else background.finish_copy,
     )
     rows.let_go()
-    checkpointer = Checkpointer(
+    return runner, Checkpointer(
         folder=as_target("train.output_dir", config.train.output_dir),
         rank=parallel.rank,
         parameters=tensors | rows.named(parameters),
@@ -273,23 +289,6 @@ def build_runner(
         nodes=NodeStates.of(config),
         background=background,
         moments=config.checkpoint.moments,
-    )
-    return runner, checkpointer
-
-
-def _groups(
-    config: Config,
-    model: DecoderConfig,
-    parameters: dict[str, nn.Parameter],
-    parallel: Parallel,
-    shared_out: Mapping[str, ParameterLayout],
-) -> list[ParameterGroup]:
-    return parameter_groups(
-        parameters,
-        parallel,
-        has_copy=model.shares_embedding(config.train.mtp_loss_coef),
-        shared_out=shared_out,
-        shares_gradients=config.parallel.sharding > 1,
     )
 
 
@@ -311,29 +310,27 @@ def _background(config: Config, stages: RankStages) -> BackgroundSaves | None:
     return background
 
 
-def _initialise(config: Config, model: DecoderConfig, stored: StoredTensors) -> None:
-    """Random weights that depend on a tensor's name and place alone."""
+def _initialise(
+    config: Config,
+    model: DecoderConfig,
+    parallel: Parallel,
+    layouts: Mapping[str, ParameterLayout],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Random weights that depend on a tensor's name and place alone; none of a rank alone."""
+    if parallel.is_alone:
+        return
+    stored = stored_tensors(layouts, tensors, parallel.rank)
     for shard in stored.shards:
         initialise(
             shard.key,
             shard.tensor,
             seed=config.train.seed,
             std=model.initializer_range,
-            first=shard.box.offset[0] if shard.box.offset else 0,
+            whole=shard.box.global_shape,
+            offset=shard.box.offset,
         )
     stored.write_back()
-
-
-def _rounding(
-    config: Config,
-    parameters: Iterable[str],
-    layouts: Mapping[str, ParameterLayout],
-    rank: int,
-) -> StochasticRounding | None:
-    if not config.train.stochastic_rounding:
-        return None
-    first = {name: layouts[name].first_row(rank) for name in parameters}
-    return StochasticRounding(seed=config.train.seed, first_rows=first)
 
 
 def _gradients(

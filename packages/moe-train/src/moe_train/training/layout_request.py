@@ -3,7 +3,7 @@
 `moe-train relayout` writes it into the run's folder; after the next step all ranks hear of it in
 the figures of the step, and then what it says.
 
-    LayoutRequests(Path("runs/job")).ask((2, 1, 4, 1), "load")     # pp, dp, ep, cp, experts
+    LayoutRequests(Path("runs/job")).ask((2, 1, 4, 1, 1, 1), "load")    # `SIZES`, experts
 """
 
 import json
@@ -14,9 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_train.cache import write_atomic
-from moe_train.parallel import SIZES
+from moe_train.parallel import SIZES, Sizes
 
-Sizes = tuple[int, int, int, int]
 _FILE = "relayout.json"
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class LayoutRequests:
         """Ask the job in the folder for a layout, from any process; the newest request counts.
 
         Args:
-            sizes: pp, dp, ep and cp.
+            sizes: pp, dp, ep, cp, tp and etp.
             experts: their parts along ep, as in `parallel.relayout`; "" for equal ones.
         """
         asked = {**dict(zip(SIZES, sizes, strict=True)), "experts": experts}
@@ -64,13 +63,13 @@ class LayoutRequests:
             text = file.read_text(encoding="utf-8")
             file.unlink(missing_ok=True)
             asked = json.loads(text)
-            pp, dp, ep, cp = (asked[name] for name in SIZES)
+            pp, dp, ep, cp, tp, etp = (asked[name] for name in SIZES)
             experts = asked.get("experts", "")
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("warning: %s cannot be read: %r; the layout stays", file, error)
             return None
-        sizes_fit = all(type(size) is int and size > 0 for size in (pp, dp, ep, cp))
+        sizes_fit = all(type(size) is int and size > 0 for size in (pp, dp, ep, cp, tp, etp))
         if not sizes_fit or not isinstance(experts, str):
             logger.warning("warning: %s says %s; the layout stays", file, text)
             return None
-        return (pp, dp, ep, cp), experts
+        return (pp, dp, ep, cp, tp, etp), experts

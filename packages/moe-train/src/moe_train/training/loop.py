@@ -23,7 +23,7 @@ from moe_train.config import Config
 from moe_train.data import Batch, Ledger
 from moe_train.errors import TrainValueError
 from moe_train.optim import LrSchedule
-from moe_train.parallel import Parallel, start
+from moe_train.parallel import Parallel, Sizes, start
 from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, SampleReader, validation_steps
@@ -36,6 +36,7 @@ from moe_train.training.pace import Pace
 from moe_train.training.relayout import relaid_out
 from moe_train.training.routing_files import RoutingFiles
 from moe_train.training.saving import Saver
+from moe_train.training.sent_bytes import sent_bytes
 from moe_train.training.spikes import SpikeGuard
 from moe_train.training.step import Asked, BadStepError, StepResult, step_metrics
 from moe_train.training.timeline import TIMED_STEP, TIMELINE_FILE, Timeline
@@ -97,7 +98,7 @@ class TrainingLoop:
     saver: Saver
     in_force: LayoutInForce = field(default_factory=LayoutInForce)
     memory: RankMemory = field(default_factory=RankMemory)
-    places: dict[tuple[int, int, int, int], Parallel] = field(default_factory=dict)
+    places: dict[Sizes, Parallel] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -181,7 +182,7 @@ class TrainingLoop:
     def _requests(self) -> LayoutRequests:
         return LayoutRequests(self.config.log_folder, self.training.parallel.rank == 0)
 
-    def _plan_layout(self, asked: tuple[tuple[int, int, int, int], str] | None) -> None:
+    def _plan_layout(self, asked: tuple[Sizes, str] | None) -> None:
         """Make the next step begin in the layout that was asked for, if the job fits it."""
         if asked is None:
             return
@@ -267,7 +268,8 @@ class TrainingLoop:
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
         self.training.runner.stages.begin_step(self.position.step + 1)
-        with self._routing(), self.memory.step(self.position.step + 1):
+        counting = sent_bytes(self.config, self.training.parallel)
+        with self._routing(), self.memory.step(self.position.step + 1), counting as sent:
             result = self.training.runner.train(
                 step.batches,
                 lr=lr,
@@ -281,7 +283,7 @@ class TrainingLoop:
         self.in_force.loads.add(result.load_LE)
         self._advance(result)
         elapsed_s = time.perf_counter() - started
-        figures = step_metrics(result)
+        figures = step_metrics(result) | sent
         if self.guard.skipped:
             figures["skipped_steps"] = self.guard.skipped
         if timeline is not None:

@@ -127,11 +127,16 @@ def _move(
     sources = [lies[name] for name, _ in wanted]
     plan = plan_reshard(sources, [spec for _, spec in wanted])
     local = [
-        held[name] if spec.mesh.position(rank) is not None else None
+        _in_halves(held[name], spec) if spec.mesh.position(rank) is not None else None
         for (name, _), spec in zip(wanted, sources, strict=True)
     ]
     moved = execute(plan, local, exchange=all_to_all_single)
     for (name, _), found in zip(wanted, moved, strict=True):
         if found is not None:
-            room[name].copy_(found)
+            room[name].copy_(found.view_as(room[name]))
     return plan.busiest_bytes[0]
+
+
+def _in_halves(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Gate and up projections that lie behind each other as halves, where the layout has such."""
+    return tensor.unflatten(1, (2, -1)) if len(spec.shape) > tensor.dim() else tensor

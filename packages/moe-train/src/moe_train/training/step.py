@@ -194,7 +194,7 @@ class StepRunner:
         if not self.parallel.is_last:
             return 1.0
         # Of ranks that share their samples the first one counts all labels.
-        most = None if self.parallel.cp_rank == 0 else 0
+        most = None if self.parallel.counts_samples else 0
         labels = [batch.labels[:, :most].to(self.parallel.device) for batch in batches]
         return token_scale(labels, group=self.parallel.data_group)
 
@@ -213,7 +213,7 @@ class StepRunner:
     def _share(self, read: SamplesRead, norm_squared: float, asked: Asked) -> StepResult:
         """The figures of the step, summed over all ranks, and what some rank has `asked` for."""
         config, record = self.stages.config, self.stages.take_record()
-        counts = self.parallel.cp_rank == 0  # ranks that share samples have read the same
+        counts = self.parallel.counts_samples  # ranks that share samples have read the same
         is_first, is_last = self.parallel.is_first and counts, self.parallel.is_last and counts
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
         load_LE = torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)

@@ -40,3 +40,17 @@ def test_folded_a_rank_has_tokens_that_attend_to_few_and_to_many(
 def test_a_rank_without_others_has_all() -> None:
     x = torch.randn(2, 5)
     assert torch.equal(WHOLE.take(x), x)
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+def test_a_cut_within_another_one_takes_its_part_of_the_positions_in_order(is_folded: bool) -> None:
+    for length in (0, 1, 5, 13):
+        positions = torch.arange(length)[None]
+        for rank in range(3):
+            outer = PositionCut(rank=rank, size=3, is_folded=is_folded)
+            parts = [PositionCut(rank=r, size=2, within=outer) for r in range(2)]
+            own = [part.take(positions) for part in parts]
+            assert torch.equal(torch.cat(own, dim=1), outer.take(positions))
+            assert parts[0].lengths(length) == tuple(x.shape[1] for x in own)
+            assert own[0].shape[1] - own[1].shape[1] in (0, 1)
+            assert parts[1].outer == outer and outer.outer == outer

@@ -69,7 +69,7 @@ class HeadExchange:
         found = self._to_heads((q_BHPD, *keys_BKPD), heads)
         own = shares[self.cut.rank]
         for place, x in enumerate(keys_BKPD, start=1):
-            found[place] = _as_many_each(found[place], own, num_heads // x.shape[1])
+            found[place] = as_many_each(found[place], own, num_heads // x.shape[1])
         return own, found
 
     def to_positions(self, out_BhSD: Tensor, *, num_heads: int) -> Tensor:
@@ -154,10 +154,15 @@ def _shares(num_heads: int, size: int) -> list[range]:
 
 def _read_by(shares: Sequence[range], queries_each: int) -> list[range]:
     """The heads that the query heads of each rank read, where `queries_each` read one."""
-    return [range(share.start // queries_each, -(-share.stop // queries_each)) for share in shares]
+    return [heads_read(share, queries_each) for share in shares]
 
 
-def _as_many_each(x_BkSD: Tensor, own: range, queries_each: int) -> Tensor:
+def heads_read(own: range, queries_each: int) -> range:
+    """The heads that these query heads read, where `queries_each` read one."""
+    return range(own.start // queries_each, -(-own.stop // queries_each))
+
+
+def as_many_each(x_BkSD: Tensor, own: range, queries_each: int) -> Tensor:
     """`x_BkSD` so that as many query heads read each head; the same where that is so."""
     first = own.start // queries_each
     reads = [head // queries_each - first for head in own]

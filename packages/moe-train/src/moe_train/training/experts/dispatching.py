@@ -59,12 +59,13 @@ def dispatch_options(
 
 
 def _ranks_per_node(config: Config) -> int | None:
-    """Ranks of a node of the hierarchical route; ep ranks are consecutive ranks of the job."""
+    """Ep ranks on a node of the hierarchical route; they are every etp-th rank of the job."""
     if config.moe.dispatch_route != "hierarchical":
         return None
     ep, given = config.parallel.ep, config.moe.dispatch_ranks_per_node
     if given is None:
-        return math.gcd(ep, int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size)))
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size))
+        return math.gcd(ep, max(1, on_node // config.parallel.etp))
     if ep % given:
         choices = ", ".join(str(n) for n in range(1, ep + 1) if ep % n == 0)
         raise TrainValueError(

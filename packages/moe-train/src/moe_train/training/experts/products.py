@@ -22,7 +22,7 @@ def check_products(config: Config, model: DecoderConfig) -> None:
         return
     row = {
         "hidden_size": model.moe.moe_latent_size or model.hidden_size,
-        "moe_intermediate_size": model.moe.moe_intermediate_size,
+        "moe_intermediate_size": model.moe.moe_intermediate_size // config.parallel.etp,
     }
     for name, size in row.items():
         num_bytes = size * getattr(torch, config.train.dtype).itemsize

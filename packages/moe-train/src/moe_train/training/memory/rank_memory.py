@@ -101,7 +101,7 @@ class RankMemory:
         recorder = None
         if config.memory.record:
             of = None if device.type == "cpu" else device.type
-            recorder = TraceRecorder(device=of, labels=LABELS)
+            recorder = TraceRecorder(device=of, labels=LABELS, all_threads=True)
         folder = config.log_folder / MEMORY_FOLDER
         memory = cls(
             rank=rank_number(), recorder=recorder, arena=arena, folder=folder, device=device

@@ -13,6 +13,7 @@ embedding is a lookup.
     schedule = training_schedule(config, stages, parallel)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -79,7 +80,15 @@ def training_schedule(config: Config, stages: RankStages, parallel: Parallel) ->
     """
     if config.parallel.schedule != "auto":
         return unmeasured_schedule(config)
-    costs = _shared_costs(config, stages, parallel)
+    return schedule_of_costs(config, _shared_costs(config, stages, parallel))
+
+
+def schedule_of_costs(config: Config, costs: Sequence[StageCosts]) -> Schedule:
+    """What `auto` plans for stages that take this; pure.
+
+    Raises:
+        ValueError: as `training_schedule`.
+    """
     pp, count = config.parallel.pp, config.train.gradient_accumulation_steps
     pairs = [costs[rank].activation_bytes + costs[-1 - rank].activation_bytes for rank in range(pp)]
     limit = config.parallel.memory_limit_mib
@@ -107,6 +116,24 @@ def forwards_of(schedule: Schedule) -> Schedule:
     )
 
 
+def counted_costs(config: Config, stages: RankStages, parallel: Parallel) -> dict[int, StageCosts]:
+    """Of each stage here the bytes of a microbatch, and as its times its work: nothing is timed.
+
+    A weight takes part in three products: forward, input gradient, weight gradient. Collective over
+    the ranks of each stage, unless this rank is alone.
+    """
+    work = layer_work(stages.config, config.data.sequence_length)
+    found = {}
+    for number, stage in stages.by_number.items():
+        one = sum(work.layers[layer] for layer in stage.options.layers)
+        one += work.behind if stage.options.last else 0.0
+        bytes_only = _measured(config, stage, parallel, rounds=0)
+        found[number] = replace(
+            bytes_only, forward_s=one, input_gradient_s=one, weight_gradient_s=one
+        )
+    return found
+
+
 def _shared_costs(config: Config, stages: RankStages, parallel: Parallel) -> list[StageCosts]:
     """Of every stage what the slowest of its ranks, and the fullest, has measured. Collective."""
     cards = [parallel.device] if parallel.device.type == "cuda" else []
@@ -127,7 +154,9 @@ def _shared_costs(config: Config, stages: RankStages, parallel: Parallel) -> lis
     return [_worst(found[number]) for number in sorted(found)]
 
 
-def _measured(config: Config, stage: DecoderStage, parallel: Parallel) -> StageCosts:
+def _measured(
+    config: Config, stage: DecoderStage, parallel: Parallel, *, rounds: int = _ROUNDS
+) -> StageCosts:
     """Of one stage, on a microbatch of random tokens. Collective over the ranks of the stage."""
     count = config.train.gradient_accumulation_steps
     rows = config.train.global_batch_size // (count * parallel.num_sample_ranks)
@@ -145,7 +174,7 @@ def _measured(config: Config, stage: DecoderStage, parallel: Parallel) -> StageC
         target=Target(tokens, 1.0 / tokens.numel(), tokens) if stage.options.last else None,
         is_first=stage.options.first,
         split=True,
-        rounds=_ROUNDS,
+        rounds=rounds,
     )
 
 

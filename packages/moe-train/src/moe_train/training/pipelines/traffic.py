@@ -1,8 +1,8 @@
 """How many bytes ranks send each other in a step, and in a change of the layout; pure.
 
 Rows of tokens are those of comm-collectives' plan for even routing, activations those of the
-schedule's transfers, gradients and changes of the layout those of mesh-spmd's plans. Headers, sizes
-and what calls compare are not counted.
+schedule's transfers, gradients and changes of the layout those of mesh-spmd's plans. Headers,
+sizes, what calls compare and the three numbers of a token's softmax are not counted.
 
     for traffic in step_traffic(config, model):
         print(traffic.kind, traffic.busiest_bytes, traffic.total_bytes)
@@ -21,10 +21,11 @@ from moe_train.config import Config
 from moe_train.layout import chosen_names, parameter_layouts
 from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage
 from moe_train.model.parallel import PositionCut
-from moe_train.parallel import AXES, cut_of, make_mesh
+from moe_train.parallel import AXES, cut_of, expert_mesh, make_mesh
 from moe_train.training.experts import expert_parts
 from moe_train.training.pipelines.pipeline import layers_of_stages, unmeasured_schedule
 
+_STAGE = ("dp", "ep", "etp")  # the axes of experts on the ranks of a stage
 _POSITION_BYTES = torch.int64.itemsize  # of each token, beside its activations
 
 
@@ -68,12 +69,12 @@ class _Job:
     def cuts(self) -> list[PositionCut]:
         """Of the ranks that share a sample."""
         parallel = self.config.parallel
-        return [cut_of(parallel, rank) for rank in range(parallel.cp)]
+        return [cut_of(parallel, rank) for rank in range(parallel.cp * parallel.tp)]
 
     @property
     def tokens(self) -> list[int]:
         """Of each of these ranks, in a microbatch."""
-        return [self.rows * length for length in self.cuts[0].lengths(self.length)]
+        return [self.rows * cut.lengths(self.length)[cut.rank] for cut in self.cuts]
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -97,6 +98,10 @@ def step_traffic(config: Config, model: DecoderConfig) -> list[Traffic]:
     found = [_dispatch(job), _pipeline(job), _gradients(job)]
     if config.parallel.cp > 1:
         found.append(_attention(job))
+    if config.parallel.tp > 1:
+        found.append(_tensor(job))
+    if config.parallel.etp > 1:
+        found.append(_experts(job))
     return [*found, *_relayouts(job)]
 
 
@@ -120,7 +125,7 @@ def _dispatch(job: _Job) -> Traffic:
         why = "uneven experts" if parallel.expert_parts else "DeepEP's own"
         return Traffic(kind=kind, unknown=f"not planned for {why}")
     if len(set(job.tokens)) > 1:
-        return Traffic(kind=kind, unknown="not planned for samples that cp ranks share unevenly")
+        return Traffic(kind=kind, unknown="not planned for samples that ranks share unevenly")
     if job.config.train.recompute in ("layers", "selective"):
         return Traffic(kind=kind, unknown="not planned for recomputed dispatches")
     node = moe.dispatch_ranks_per_node if moe.dispatch_route == "hierarchical" else None
@@ -170,14 +175,19 @@ def _attention(job: _Job) -> Traffic:
     config, model = job.config, job.model
     forwards = 2 if config.train.recompute in ("layers", "selective") else 1
     layers = list(job.stage_of_layer().values())
-    count, heads = config.train.gradient_accumulation_steps * job.rows, model.num_attention_heads
+    count = config.train.gradient_accumulation_steps * job.rows
+    heads, tp = model.num_attention_heads // config.parallel.tp, config.parallel.tp
+    if model.num_kv_heads % tp:
+        why = "keys and values whose heads tp ranks do not share out"
+        return Traffic(kind="attention", unknown=f"not planned for {why}")
+    attention = model.attention.of_share(tp)
     item, wide = job.dtype.itemsize, torch.promote_types(job.dtype, torch.float32).itemsize
     each = []
-    for cut in job.cuts:
+    for cut in (cut.outer for cut in job.cuts):
         if config.parallel.cp_attention == "ring":
-            numbers = model.attention.ring_widths(heads).sent(cut, job.length)
+            numbers = attention.ring_widths(heads).sent(cut, job.length)
         else:
-            numbers = (*model.attention.widths(heads).sent(cut, job.length), 0)
+            numbers = (*attention.widths(heads).sent(cut, job.length), 0)
         forward, backward, gradients = numbers
         each.append(count * (item * (forwards * forward + backward) + wide * gradients))
     return Traffic(
@@ -185,6 +195,59 @@ def _attention(job: _Job) -> Traffic:
         busiest_bytes=max(layers.count(rank) for rank in set(layers)) * max(each),
         total_bytes=len(layers) * sum(each) * config.parallel.num_sample_ranks,
     )
+
+
+def _tensor(job: _Job) -> Traffic:
+    """Positions gathered for attention, MLPs, shared experts and the head; sums brought back."""
+    config, model, tp = job.config, job.model, job.config.parallel.tp
+    again = config.train.recompute in ("layers", "selective")
+    count = config.train.gradient_accumulation_steps * job.rows * job.dtype.itemsize
+    busiest, total, last = 0, 0, _last_rank(config)
+    num_ahead = len(model.mtp_layers) if config.train.mtp_loss_coef else 0
+    for cut in job.cuts:
+        lengths = cut.lengths(job.length)
+        own, others = lengths[cut.rank] * (tp - 1), sum(lengths) - lengths[cut.rank]
+        sent = dict.fromkeys(range(config.parallel.pp), 0)
+        for layer, rank in job.stage_of_layer().items():
+            out = model.hidden_size
+            has_width = not model.is_sparse(layer) or model.moe.shared_expert is not None
+            for into in (model.gathered_width, *((out,) if has_width else ())):
+                sent[rank] += (1 + again) * (own * into + others * out) + others * into + own * out
+        # Looked up and brought back, and gathered for the head: the same bytes as each other.
+        sent[0] += (own + others) * model.hidden_size
+        sent[last] += (own + others) * model.hidden_size * (1 + 2 * num_ahead)
+        busiest = max(busiest, *sent.values())
+        total += sum(sent.values())
+    ranks = config.parallel.num_sample_ranks
+    return Traffic(kind="tensor", busiest_bytes=busiest * count, total_bytes=total * count * ranks)
+
+
+def _experts(job: _Job) -> Traffic:
+    """Rows and their weights gathered by ranks that share experts; sums brought back."""
+    config, moe, parallel = job.config, job.model.moe, job.config.parallel
+    parts, mesh = expert_parts(config, job.model), expert_mesh(parallel).submesh(*_STAGE, of=0)
+    forwards = 1 + (config.train.recompute in ("layers", "selective"))
+    each = (moe.moe_latent_size or job.model.hidden_size) * job.dtype.itemsize
+    weight = torch.float32.itemsize
+    count = config.train.gradient_accumulation_steps * moe.num_experts_per_tok
+    sent = dict.fromkeys(job.mesh.ranks, 0)
+    for layer, stage in job.stage_of_layer().items():
+        if not job.model.is_sparse(layer):
+            continue
+        held = parts.get(layer, (1,) * parallel.ep)
+        rows: dict[int, int] = {}
+        for group in mesh.groups("ep"):
+            routed = count * sum(job.tokens[rank % len(job.tokens)] for rank in group)
+            rows |= {r: routed * part // sum(held) for r, part in zip(group, held, strict=True)}
+        for group in mesh.groups("etp"):
+            for rank in group:
+                own, others = (
+                    rows[rank] * (len(group) - 1),
+                    sum(rows[r] for r in group if r != rank),
+                )
+                found = (forwards + 1) * (own + others) * each
+                sent[stage * mesh.size + rank] += found + (forwards * own + others) * weight
+    return _summed("experts", sent)
 
 
 def _gradients(job: _Job) -> Traffic:
@@ -257,12 +320,13 @@ def _specs(job: _Job, dtype: torch.dtype) -> list[dict[str, TensorSpec]]:
     An embedding that two stages share is one of the first, whose mesh is then that of both.
     """
     config, model = job.config, job.model
-    of_layer, decoder = job.stage_of_layer(), DecoderStage.without_memory(model)
+    of_layer, tp, etp = job.stage_of_layer(), config.parallel.tp, config.parallel.etp
+    decoder = DecoderStage.without_memory(model)
     parts, last = expert_parts(config, model), _last_rank(config)
     found = []
     for rank in range(config.parallel.pp):
         mesh = job.mesh.submesh("dp", "ep", of={"pp": rank})
-        layouts = parameter_layouts(decoder, model, mesh, parts)
+        layouts = parameter_layouts(decoder, model, mesh, parts, tp, etp, is_whole=True)
         names = [n for n in _names(job) if _rank_of(n, of_layer, last) == rank]
         found.append(
             {n: TensorSpec(layouts[n].global_shape, dtype, layouts[n].spec) for n in names}
@@ -270,8 +334,8 @@ def _specs(job: _Job, dtype: torch.dtype) -> list[dict[str, TensorSpec]]:
     if last and model.shares_embedding(config.train.mtp_loss_coef):
         ranks = [r for r in job.mesh.ranks if job.mesh.coordinate(r)["pp"] in (0, last)]
         both = ProcessMesh((2, config.parallel.dp, config.parallel.ep), AXES, ranks=ranks)
-        shape = found[0][EMBEDDING].shape
-        found[0][EMBEDDING] = TensorSpec(shape, dtype, Spec.from_axes(both, {}))
+        shared = parameter_layouts(decoder, model, both, parts, tp, etp, is_whole=True)[EMBEDDING]
+        found[0][EMBEDDING] = TensorSpec(shared.global_shape, dtype, shared.spec)
     return found
 
 
