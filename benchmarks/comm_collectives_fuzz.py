@@ -8,12 +8,15 @@ swapped calls, messages cut short and ranks without data. It is right if all sur
 finish with the bits of an oracle that does not communicate, or all raise the same class of
 CommError.
 
-Runs gather over days in `results/ledgers/`, each with its seed and a hash of the source that it
+Runs gather over days in `results/ledgers/`, each with its seed and a hash of the program that it
 ran, since a simulation that is stuck once in a hundred thousand schedules is found by many runs.
-All schedules count since the last run that was stuck or not right, those of older sources as well.
+Runs of today's program count, since the last one that was stuck or not right. Today's program is
+what Python reads (no comments, no docstrings) in the files of the package that the fuzzer imports,
+but for those in which schedules run nothing (`NOT_RUN`): other changes void no run.
 
     python benchmarks/comm_collectives_fuzz.py [schedules] [seed]
     python benchmarks/comm_collectives_fuzz.py --runs 3     # three more runs, kept in the ledger
+    python benchmarks/comm_collectives_fuzz.py 2000 --runs 150    # 300,000 in pieces of 2 minutes
     python benchmarks/comm_collectives_fuzz.py --gathered   # only count those that are there
 """
 
@@ -26,15 +29,47 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ledgers import LEDGERS, ROOT, Ledger, source_of
+from ledgers import LEDGERS, Ledger, program_of
 
+import comm_collectives
 from comm_collectives.simulation import SimulationStuckError
 from comm_collectives.simulation.fuzz import FuzzReport, fuzz
 
 SCHEDULES, PROCESSES = 10_000, 2
 FILE = LEDGERS / "comm-collectives-fuzz.json"
+SOURCE = Path(comm_collectives.__file__).parent
+# What the fuzzer imports, and of which no schedule runs a function: streams of real ranks, devices
+# that are silent, torch's names, plans, and what follows a violation.
+NOT_RUN = (
+    "base/streams/shared.py",
+    "base/streams/sockets.py",
+    "base/transport/shm_region.py",
+    "call/devices/flight_record.py",
+    "call/devices/queues.py",
+    "call/devices/reports.py",
+    "call/devices/verdict.py",
+    "call/groups/wire_count.py",
+    "collectives/buckets.py",
+    "collectives/overlap.py",
+    "collectives/drop_in/lists.py",
+    "collectives/drop_in/patching.py",
+    "collectives/drop_in/reductions.py",
+    "collectives/drop_in/swapped.py",
+    "collectives/drop_in/torch_order.py",
+    "moe/deepep",
+    "p2p/devices.py",
+    "planning/cost_model.py",
+    "planning/plan_command.py",
+    "planning/planner.py",
+    "planning/topology.py",
+    "planning/wire_bytes.py",
+    "planning/workload.py",
+    "simulation/alone.py",
+    "simulation/faults/shrinking.py",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.runs:
         add_runs(arguments.runs, arguments.schedules)
     if arguments.runs or arguments.gathered:
-        entries = Ledger(FILE, "").entries().values()
+        entries = gathered()
         report("fuzz_schedules_in_a_row", in_a_row(entries), "schedules", len(entries))
         return 0
     done = run(arguments.schedules, arguments.seed)
@@ -83,14 +118,43 @@ def add_runs(runs: int, schedules: int) -> None:
     """Run as often, and keep what each run came to.
 
     Raises:
-        ValueError: the package's source is not that of a commit.
+        ValueError: the program has changed meanwhile.
     """
     schedules -= schedules % PROCESSES
+    ledger = Ledger(FILE, program())
     for _ in range(runs):
-        source = source_of(ROOT, "packages/comm-collectives/src")
         done = run(schedules, None)
+        if program() != ledger.source:
+            raise ValueError("the package has changed while schedules ran; run them anew")
         entry = {"right": done.right, "schedules": schedules, "stuck": list(done.stuck)}
-        Ledger(FILE, source).keep(f"{int(time.time())} seed {done.seed}", entry)
+        ledger.keep(f"{int(time.time())} seed {done.seed}", entry)
+
+
+def gathered() -> list[dict[str, Any]]:
+    """The runs of today's program, the latest last; says how many there are of others."""
+    ledger = Ledger(FILE, program())
+    today = ledger.of_today()
+    others = len(ledger.entries()) - len(today)
+    if others:
+        print(f"of another program, so these runs count for nothing: {others}", flush=True)
+    return list(today.values())
+
+
+def program() -> str:
+    """Return the hash of what schedules run."""
+    return program_of(SOURCE, [SOURCE / name for name in imported() if not is_left_out(name)])
+
+
+def imported() -> list[str]:
+    """The package's files that this process has imported, which are those of the fuzzer."""
+    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == SOURCE.name]
+    files = {Path(module.__file__) for module in modules if module.__file__}
+    return sorted(file.relative_to(SOURCE).as_posix() for file in files)
+
+
+def is_left_out(name: str) -> bool:
+    """Whether a file is in NOT_RUN, or in a folder there."""
+    return any(name == left or name.startswith(f"{left}/") for left in NOT_RUN)
 
 
 def in_a_row(entries: Collection[dict[str, Any]]) -> int:

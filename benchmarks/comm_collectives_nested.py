@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from ranktest import run_ranks
+from ranktest.memory import forget_peak, peak_resident_bytes, resident_bytes
 
 RANKS = 2
 KIB, MIB = 1 << 10, 1 << 20
-STATUS = Path("/proc/self/status")
 Broadcast = Callable[[object], object]
 
 
@@ -163,14 +162,6 @@ def speed_of(name: str, rank: int) -> tuple[list[float], list[float]]:
     return ratios, floors
 
 
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * KIB
-    raise ValueError(f"no {field} in {STATUS}")
-
-
 def growth_of(name: str, rank: int, broadcast: Broadcast) -> float:
     """Peak of the resident memory during one call above that before it, over the payload."""
     make, payload = MEMORY[name]
@@ -180,10 +171,10 @@ def growth_of(name: str, rank: int, broadcast: Broadcast) -> float:
     dist.broadcast_object_list(sizes, src=0)
     gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
-    before = resident("VmRSS")
+    forget_peak()
+    before = resident_bytes()
     result = broadcast(value)
-    grown = resident("VmHWM") - before
+    grown = peak_resident_bytes() - before
     del result
     return grown / sizes[0]
 

@@ -10,9 +10,9 @@ comes on top of the 2 s (the kernel's `run delay`, which is nothing on an idle m
 code of the package's test.
 
 All cells are run in parts. What a part came to is kept in `results/ledgers/`, with a hash of what
-decides how cells end: the test and the package's source but the simulator. Parts of another source
-count for nothing, which is said. So a run that was cut short goes on where it was, parts may run at
-once, and the figure of all cells is printed once all parts are there.
+decides how cells end: what Python reads in the test and in the package but for the simulator. Parts
+of another source count for nothing, which is said. So a run that was cut short goes on where it
+was, parts may run at once, and the figure of all cells is printed once all parts are there.
 
     python benchmarks/comm_collectives_pairs.py                    # the parts that are missing
     python benchmarks/comm_collectives_pairs.py --part 3/8         # this one
@@ -30,14 +30,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from ledgers import LEDGERS, ROOT, Ledger, source_of
+from ledgers import LEDGERS, ROOT, Ledger, program_of
 from loading import load_test
 
 WITHIN_S = 2.0
 TRIPLES = 200
 PARTS = 8
 AT_ONCE = 3  # groups in transfers, which do little but wait for half a second
-SOURCES = ("packages/comm-collectives/src", "packages/comm-collectives/tests/test_pairs.py")
+PACKAGE = ROOT / "packages/comm-collectives"
 FILE = LEDGERS / "comm-collectives-pairs.json"
 
 
@@ -123,7 +123,7 @@ def run_parts(arguments: argparse.Namespace, part: int, parts: int) -> None:
     """Run one part, or (0) all that are missing, and keep what they came to.
 
     Raises:
-        ValueError: there is no such part, or the source is not that of a commit.
+        ValueError: there is no such part, or the source has changed meanwhile.
     """
     if not 0 <= part <= parts or parts < 1:
         raise ValueError(f"--part {part}/{parts}: give I/N with 1 <= I <= N")
@@ -164,8 +164,9 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def source() -> str:
-    """Return the hash of what decides how cells end. Raises ValueError as `source_of` does."""
-    return source_of(ROOT, *SOURCES, without=["simulation"])
+    """Return the hash of what decides how cells end."""
+    files = [f for f in (PACKAGE / "src").rglob("*.py") if "simulation" not in f.parts]
+    return program_of(ROOT, [*files, PACKAGE / "tests/test_pairs.py"])
 
 
 def report(total: int, problems: Collection[str]) -> None:

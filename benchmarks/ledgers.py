@@ -1,20 +1,21 @@
 """What long counts came to, kept by source, so that they gather over runs and days.
 
 A ledger is a JSON object in `results/ledgers/`: the name of a part or run -> what it came to, with
-a hash of the source that decides it, as that stands in git. Who reads it sees which entries are of
-the source of today; several processes may add to it at once.
+a hash of the source that decides it, as that stands in git or as Python reads it (`program_of`).
+Who reads it sees which entries are of the source of today; several processes may add at once.
 
     ledger = Ledger(LEDGERS / "comm-collectives-pairs.json", source_of(ROOT, "packages/a/src"))
     ledger.keep("3/8", {"cells": 2100, "bad": {}})
     ledger.of_today()                    # {"3/8": {"cells": 2100, "bad": {}, "source": ...}}
 """
 
+import ast
 import fcntl
 import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,23 @@ def source_of(root: Path, *paths: str, without: Collection[str] = ()) -> str:
     files = git("ls-tree", "-r", "HEAD", "--", *paths).splitlines()
     counted = [f for f in files if not set(without) & set(f.partition("\t")[2].split("/"))]
     return hashlib.sha1("\n".join(counted).encode()).hexdigest()[:16]
+
+
+def program_of(root: Path, files: Iterable[Path]) -> str:
+    """Return a hash of what Python reads in these files: no comments, docstrings or blanks count.
+
+    Names below `root` count, so that a moved file is another one.
+    """
+    hashed = hashlib.sha1()
+    for file in sorted(files):
+        tree = ast.parse(file.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                is_text = [isinstance(s, ast.Expr) and _is_text(s.value) for s in node.body]
+                node.body = [s for s, text in zip(node.body, is_text, strict=True) if not text]
+        hashed.update(f"{file.relative_to(root).as_posix()}\n{ast.unparse(tree)}\n".encode())
+    return hashed.hexdigest()[:16]
+
+
+def _is_text(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -1,6 +1,6 @@
-"""Training steps on devices of devicetest: every key, in layouts of two ranks, against the CPU.
+"""Training steps on devices of devicetest: every key, in layouts of 2 and 4 ranks, against the CPU.
 
-Each layout trains for three steps on two simulated devices under NCCL's rules, with `nccl` alone
+Each layout trains for three steps on simulated devices under NCCL's rules, with `nccl` alone
 and with `cpu:gloo,cuda:nccl`, and on the CPU. The first figure counts the layouts whose losses
 differ, that race, mix devices or fail; the second says how many of them have no fault.
 
@@ -29,6 +29,7 @@ BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
 # What a loss may differ by: where few bits are kept, a sum in another order rounds to another
 # number now and then.
 SAME, ROUNDED = 1e-5, 2e-2
+FOUR = STEPS.FOUR  # ranks, of two axes
 OVERLAP = "parallel.overlap_grad_reduce=true"
 FUSED = "train.gradient_accumulation_fusion=true"
 BIAS = "moe.update_expert_bias=true"
@@ -49,8 +50,11 @@ LAYOUTS = {
     ("parallel.dp=2", "train.offload_activations=true"): SAME,
     ("parallel.dp=2", LATENT, "parallel.cp=2", "train.recompute=layers"): SAME,
     ("parallel.dp=2", "parallel.cp=2", "parallel.cp_attention=ring"): SAME,
+    ("parallel.dp=2", LATENT, "parallel.tp=2", "train.recompute=layers"): SAME,
+    ("parallel.dp=2", "parallel.tp=2", OVERLAP): SAME,
     ("parallel.ep=2",): SAME,
     ("parallel.ep=2", "parallel.cp=2", "parallel.sharding=3"): SAME,
+    ("parallel.ep=2", "parallel.tp=2", "parallel.sharding=3"): SAME,
     ("parallel.ep=2", LATENT, BIAS, "moe.shared_expert_overlap=true"): SAME,
     ("parallel.ep=2", LATENT, OVERLAP, "train.recompute=selective"): SAME,
     ("parallel.ep=2", "moe.dispatch_payload=int8", "train.recompute=outputs"): ROUNDED,
@@ -62,6 +66,14 @@ LAYOUTS = {
     ("parallel.ep=2", "moe.capacity_factor=1.0", "moe.z_loss_coef=0.01"): SAME,
     ("parallel.ep=2", FUSED, "train.recompute=selective"): SAME,
     ("parallel.ep=2", 'parallel.expert_parts=["1,3"]', "model.experts_implementation=loop"): SAME,
+    ("parallel.dp=2", "parallel.etp=2", OVERLAP): SAME,
+    ("parallel.dp=2", LATENT, "parallel.etp=2", "parallel.sharding=3"): SAME,
+    ("parallel.dp=2", *LOW, "parallel.tp=2", "parallel.etp=2", "train.recompute=layers"): ROUNDED,
+    (*FOUR, "parallel.etp=2", "moe.dispatch_route=dedup", "moe.dispatch_chunks=2"): SAME,
+    (*FOUR, "parallel.tp=2", "parallel.cp=2", "parallel.etp=2"): SAME,
+    (*FOUR, LATENT, "parallel.tp=2", "parallel.etp=2", "parallel.sharding=2"): SAME,
+    (*FOUR, "parallel.tp=2", "parallel.sharding=3"): SAME,
+    ("parallel.pp=2", "parallel.dp=2", "parallel.etp=2", "parallel.schedule=zb_1p"): SAME,
     ("parallel.pp=2",): SAME,
     ("parallel.pp=2", LATENT, BIAS, "parallel.schedule=zbv"): SAME,
     ("parallel.pp=2", "train.recompute=outputs", "parallel.schedule=zb_1p"): SAME,
@@ -77,37 +89,49 @@ def main() -> None:
     parser.add_argument("--only", default="", help="layouts that have this in a key")
     only = parser.parse_args().only
     chosen = [layout for layout in LAYOUTS if only in " ".join(layout)]
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
     faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="moe-train-devices-") as name:
         folder = Path(name)
         STEPS.write_job(folder, num_hidden_layers=4)
-        expected = run_ranks(
-            lambda *_: [STEPS.losses(folder, "cpu", x) for x in chosen], 2, timeout_s=900
-        )
-        for backend in BACKENDS:
-            told = on_devices(folder, backend, chosen)
-            for rank, found in enumerate(told):
-                for layout, got, want in zip(chosen, found, expected[rank], strict=True):
-                    fault = fault_of(got, want, LAYOUTS[layout])
-                    print(f"{backend} rank {rank} {' '.join(layout)}: {fault or 'as on the CPU'}")
-                    faults += [fault] if fault else []
+        for num_ranks in sorted({STEPS.world_size_of(layout) for layout in chosen}):
+            same = [each for each in chosen if STEPS.world_size_of(each) == num_ranks]
+            faults += faults_of(folder, same, num_ranks)
     runs = len(chosen) * len(BACKENDS)
     for figure, value in (("device_faults", len(faults)), ("device_layouts", len(chosen))):
         line = {"figure": f"moe_train_{figure}", "value": value, "unit": figure.split("_")[1]}
         print(json.dumps({**line, "n": runs, "low": value, "high": value}))
 
 
-def on_devices(folder: Path, backend: str, chosen: list[tuple[str, ...]]) -> list[list[object]]:
+def faults_of(folder: Path, chosen: list[tuple[str, ...]], num_ranks: int) -> list[str]:
+    """What goes wrong in layouts of so many ranks, with each backend."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    faults = []
+    expected = run_ranks(
+        lambda *_: [STEPS.losses(folder, "cpu", x) for x in chosen], num_ranks, timeout_s=900
+    )
+    for backend in BACKENDS:
+        told = on_devices(folder, backend, chosen, num_ranks)
+        for rank, found in enumerate(told):
+            for layout, got, want in zip(chosen, found, expected[rank], strict=True):
+                fault = fault_of(got, want, LAYOUTS[layout])
+                print(f"{backend} rank {rank} {' '.join(layout)}: {fault or 'as on the CPU'}")
+                faults += [fault] if fault else []
+    return faults
+
+
+def on_devices(
+    folder: Path, backend: str, chosen: list[tuple[str, ...]], num_ranks: int
+) -> list[list[object]]:
     """Of each rank and layout the losses, or a text that says what went wrong."""
 
     def fn(rank: int, world_size: int) -> list[object]:
         os.environ["LOCAL_RANK"] = str(rank)
         found: list[object] = []
-        with fake_cuda(devices=2, unchecked=[(shard, "_check_tensor")]) as cuda:
+        with fake_cuda(devices=num_ranks, unchecked=[(shard, "_check_tensor")]) as cuda:
             torch.cuda.set_device(rank)
-            store = dist.FileStore(str(folder / f"store-{BACKENDS.index(backend)}"), 2)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+            place = folder / f"store-{num_ranks}-{BACKENDS.index(backend)}"
+            store = dist.FileStore(str(place), num_ranks)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
             for layout in chosen:
                 got = STEPS.losses(folder, "cuda", layout)
                 bad = [*cuda.races, *cuda.problems]
@@ -115,7 +139,7 @@ def on_devices(folder: Path, backend: str, chosen: list[tuple[str, ...]]) -> lis
                 cuda.forget()
         return found
 
-    return run_ranks(fn, 2, init=False, timeout_s=1800)
+    return run_ranks(fn, num_ranks, init=False, timeout_s=1800)
 
 
 def fault_of(got: object, want: list[float], apart: float) -> str:

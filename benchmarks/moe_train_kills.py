@@ -160,7 +160,7 @@ class Job:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes below the launcher that have a RANK."""
+    """The processes below the launcher that call themselves one."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -172,15 +172,14 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     found = [process.pid]
     for parent in found:
         found += [child for child, its_parent in parents.items() if its_parent == parent]
-    ranks = []
-    for pid in found[1:]:
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if any(variable.startswith(b"RANK=") for variable in variables):
-            ranks.append(pid)
-    return ranks
+    return [pid for pid in found[1:] if is_rank(pid)]
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith("rank ")
+    except OSError:
+        return False
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:

@@ -164,14 +164,12 @@ def killed_and_resumed(case: Case, rng: random.Random) -> bool:
     return not names
 
 
-def opens(case: Case) -> bool:
+def opens(layout: JobLayout, checkpoint: Path) -> bool:
     """Whether transformers finds in the checkpoint all that its model has, and nothing else."""
-    _, report = AutoModelForCausalLM.from_pretrained(
-        case.checkpoint(STEPS), output_loading_info=True
-    )
+    _, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     odd = [report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")]
     if any(odd):
-        print(f"{case.layout}: transformers misses or does not know {odd}", flush=True)
+        print(f"{layout}: transformers misses or does not know {odd}", flush=True)
     return not any(odd)
 
 
@@ -217,7 +215,9 @@ def family_run(family: str, layouts: int, kills: int, rng: random.Random) -> dic
         launch(folder, [(case, None) for case in cases])
         killed = rng.sample(cases, min(kills, len(cases)))
         wrong = [str(case.layout) for case in killed if not killed_and_resumed(case, rng)]
-        wrong += [str(case.layout) for case in cases if not opens(case)]
+        wrong += [
+            str(case.layout) for case in cases if not opens(case.layout, case.checkpoint(STEPS))
+        ]
         launch(folder, [(into, source) for into in cases for source in cases])
         apart = largest_difference(cases, folder)
     print(f"{family}: {len(cases)} layouts, figures at most {apart:.1e} apart", flush=True)

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from ranktest.memory import peak_resident_bytes
 from unified_ckpt.files.checksums import CHUNK_BYTES, chunk_lengths
 from unified_ckpt.files.format import HeaderEntry, encode_header, encode_manifest
 from unified_ckpt.files.format.tables import FileRecord, pack_record
@@ -69,19 +70,13 @@ def make(folder: Path, num_files: int) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def resident_mib() -> float:
-    """Return the most memory that this process has had so far."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
-
-
 def open_once(folder: Path, seed: int, num_files: int) -> tuple[float, float, float]:
     """Return seconds until the checkpoint is open, until all is found, and MiB."""
     rng = random.Random(seed)
     wanted = [
         f"model.layers.{rng.randrange(num_files):04d}.experts.{i:03d}.weight" for i in range(108)
     ]
-    before = resident_mib()
+    before = peak_resident_bytes()
     begin = time.perf_counter()
     with Checkpoint(folder) as checkpoint:
         opened = time.perf_counter() - begin
@@ -91,7 +86,7 @@ def open_once(folder: Path, seed: int, num_files: int) -> tuple[float, float, fl
         seconds = time.perf_counter() - begin
     if len(found) != len(wanted) or covered < len(files) * CHUNK_BYTES:
         raise RuntimeError(f"{len(found)} of {len(wanted)} tensors were found")
-    return opened, seconds, resident_mib() - before
+    return opened, seconds, (peak_resident_bytes() - before) / (1 << 20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

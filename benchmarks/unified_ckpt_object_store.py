@@ -25,6 +25,7 @@ import torch.distributed as dist
 from unified_ckpt_save import alternate, make_large, num_bytes, report, shards
 
 from ranktest import run_ranks
+from ranktest.memory import forget_peak, peak_resident_bytes, resident_bytes
 from ranktest.s3 import S3Server, start_s3
 from unified_ckpt import load, save
 from unified_ckpt.files.storage.protocol import PART_BYTES
@@ -43,15 +44,10 @@ def start_server(*, moto: bool = False) -> S3Server:
 def peak_growth_mib(work: Callable[[], object]) -> float:
     """How much memory a process takes at most while it does some work."""
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed before hides what is taken
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS")
+    forget_peak()
+    before = resident_bytes()
     work()
-    return (status_bytes("VmHWM") - before) / (1 << 20)
-
-
-def status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return (peak_resident_bytes() - before) / (1 << 20)
 
 
 def measure(mib: int, runs: int) -> None:

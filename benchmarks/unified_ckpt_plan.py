@@ -16,8 +16,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from ranktest.memory import forget_peak, peak_resident_bytes, resident_bytes
 from unified_ckpt import Box, SaveOptions
 from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.plans.columns import encode_boxes
@@ -77,24 +77,18 @@ def layout_of(boxes: list[tuple[str, Box]]) -> bytes:
     return json.dumps(head).encode() + b"\n" + encode_boxes(parts)
 
 
-def resident_kib(field: str) -> int:
-    """Return a figure of this process's memory: VmRSS now, VmHWM the most since it was reset."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.partition(f"{field}:")[2].split()[0])
-
-
 def plan_once(small: Sequence[bytes], layouts: Sequence[bytes], rank: int) -> dict[str, float]:
     """Plan in this process, with all that a rank needs of it; return seconds of CPU and MiB."""
     nodes = [f"node-{r // RANKS_PER_NODE}" for r in range(len(layouts))]
     plan_layouts(small, nodes[: len(small)])  # torch starts
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = resident_kib("VmRSS")
+    forget_peak()
+    before = resident_bytes()
     begin = time.process_time()
     planned = plan_layouts(layouts, nodes)
     mine = planned.plan.files_of(rank)
     num_pieces = sum(len(file.pieces) for file in mine)
     seconds = time.process_time() - begin
-    peak = resident_kib("VmHWM")
+    peak = peak_resident_bytes()
     over = [
         file.name
         for file in mine
@@ -102,7 +96,7 @@ def plan_once(small: Sequence[bytes], layouts: Sequence[bytes], rank: int) -> di
     ]
     return {
         "seconds": seconds,
-        "mib": (peak - before) / 1024,
+        "mib": (peak - before) / (1 << 20),
         "files": len(planned.plan.names),
         "pieces": num_pieces,
         "over_nodes": len(over),
