@@ -95,7 +95,11 @@ def seams(session: nox.Session) -> None:
     # The wheel session of gpu-alloc has neither CuPy nor torch: the package has to work alone.
     tests = ROOT / "packages/gpu-alloc/tests"
     with_both = [f for room in ("cupy", "torch") for f in sorted((tests / room).glob("test_*.py"))]
-    with_both += [tests / "cli/test_record.py", tests / "trace/test_torch_snapshot.py"]
+    with_both += [
+        tests / "cli/test_record.py",
+        tests / "cli/test_run.py",
+        tests / "trace/test_torch_snapshot.py",
+    ]
     with_both.append(tests / "test_docstrings.py")
     tests = ROOT / "packages/weight-convert/tests"  # alone it has no torch, which computing needs
     for room in ("adapters", "compute", "opinions", "merging", "quantization"):
@@ -282,4 +286,6 @@ def _report(session: nox.Session) -> Path:
 def _test_env(session: nox.Session) -> dict[str, str | None]:
     # Tests start many interpreters; without bytecode each would compile all of torch again.
     bytecode = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": None}
-    return {"TEST_REPORT": str(_report(session)), "PYTHONPATH": None, **bytecode}
+    # Each of the two workers has its share of the cores: more threads would wait for each other.
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
+    return {"TEST_REPORT": str(_report(session)), "PYTHONPATH": None, **bytecode, **threads}

@@ -82,16 +82,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """The rank processes, by their RANK variable."""
+    """The rank processes, by what they call themselves."""
     by_rank = {}
     for pid in descendants(process.pid):
         try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            kind, _, number = Path(f"/proc/{pid}/comm").read_text().partition(" ")
         except OSError:
             continue
-        for variable in variables:
-            if variable.startswith(b"RANK="):
-                by_rank.setdefault(int(variable[5:]), pid)
+        if kind == "rank":
+            by_rank[int(number)] = pid
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -109,7 +109,9 @@ def test_the_commands_of_a_guide_run(guide: str, environment: dict[str, str]) ->
         for process in started:
             output = process.communicate(timeout=600)[0]
             assert process.returncode == 0, f"{commands}\n{output}"
-            assert "Traceback" not in output and "moe-train: " not in output, output
+            # Where one machine's torchrun ends first, that of the other says that it is gone.
+            own = re.sub(r"^E\d{4} .*torch/distributed/elastic/.*$", "", output, flags=re.M)
+            assert "Traceback" not in own and "moe-train: " not in own, output
     for record in work.rglob("run.json"):
         starts = json.loads(record.read_text())["starts"]
         assert {entry["exit_reason"] for entry in starts} == {"finished"}

@@ -25,7 +25,7 @@ def test_layouts_of_a_job_agree_and_the_table_says_so(
 def test_what_differs_by_more_than_the_limit_is_exit_code_1(
     job: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--layouts", "2", "--steps", "1", "--limit", "1e-15"]
+    options = ["--layouts", "2", "--steps", "1", "--ranks", "2", "--limit", "1e-15"]
     assert main(["verify-layouts", str(job()), *JOB, *options]) == 1
     assert "DO NOT hold to 1e-15" in capfd.readouterr().out
 

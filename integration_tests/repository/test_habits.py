@@ -133,6 +133,25 @@ def test_a_plain_error_is_found(parse: Parse, error: str) -> None:
     assert found(parse, "raise PlanValueError('x')\n") == ""
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = 1  # see tests/call/test_calls.py",
+        "x = 'tests/data'",
+        '"""As test_a_rank_that_is_late_is_named shows."""',
+        "def f() -> None: test_all()",
+        "# the fixture of conftest.py",
+    ],
+)
+def test_a_test_that_code_names_is_found(parse: Parse, line: str) -> None:
+    assert "names a test; say what holds" in found(parse, line + "\n")
+
+
+@pytest.mark.parametrize("line", ["x = latest_step", "# the tests of torch", "x = attest(1)"])
+def test_other_words_name_no_test(parse: Parse, line: str) -> None:
+    assert found(parse, line + "\n") == ""
+
+
 def test_a_finding_is_kept_with_a_reason(parse: Parse) -> None:
     line = "raise ValueError('x')"
     reason = "# gate: plain-error - json tells this class from others"

@@ -10,7 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import comm_collectives_fuzz as fuzz
 import comm_collectives_pairs as pairs
-from ledgers import Ledger, source_of
+from ledgers import Ledger, program_of, source_of
 
 ADDS = """
 import sys
@@ -18,6 +18,28 @@ from pathlib import Path
 from ledgers import Ledger
 for i in range(20):
     Ledger(Path(sys.argv[1]), "now").keep(f"{sys.argv[2]} {i}", {"n": i})
+"""
+
+# Prints which of the files that are left out run a function in some schedules, and which are none.
+RUNS = """
+import sys, threading
+import comm_collectives_fuzz as program
+from comm_collectives.simulation.fuzz import fuzz
+
+codes = set()
+def saw(frame, event, argument):
+    codes.add(frame.f_code)
+
+threading.setprofile(saw)
+sys.setprofile(saw)
+fuzz(8, seed=1)
+sys.setprofile(None)
+start = f"{program.SOURCE}/"
+ran = {code.co_filename.removeprefix(start) for code in codes}
+print(sorted(name for name in ran if program.is_left_out(name)))
+known = program.imported()
+print([n for n in program.NOT_RUN if not any(k == n or k.startswith(f"{n}/") for k in known)])
+print("simulation/streams.py" in ran)
 """
 
 
@@ -59,6 +81,41 @@ def test_source_is_what_is_committed_of_the_files_that_count(root: Path) -> None
 def test_source_without_git_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a git repository"):
         source_of(tmp_path, "src")
+
+
+def test_a_program_is_what_python_reads_of_its_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('"""What it is."""\n\n\ndef f():\n    """Say so."""\n    return "x"  # why\n')
+    first = program_of(tmp_path, [file])
+    file.write_text(
+        '# Otherwise.\ndef f():\n    """Say it\n    at length."""\n\n    return ("x")\n'
+    )
+    assert program_of(tmp_path, [file]) == first
+    for other in ('def f():\n    return "y"\n', 'def f(x=1):\n    return "x"\n'):
+        file.write_text(other)
+        assert program_of(tmp_path, [file]) != first
+    file.rename(tmp_path / "b.py")
+    (tmp_path / "b.py").write_text('def f():\n    return "x"\n')
+    assert program_of(tmp_path, [tmp_path / "b.py"]) != first
+
+
+def test_files_that_decide_nothing_about_schedules_run_nothing_in_them() -> None:
+    folder = Path(fuzz.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == ["[]", "[]", "True"], done.stderr
+
+
+def test_runs_of_another_program_count_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzz, "FILE", tmp_path / "l.json")
+    entry = {"schedules": 500, "right": 500, "stuck": []}
+    Ledger(fuzz.FILE, "before").keep("1 seed 5", entry)
+    Ledger(fuzz.FILE, fuzz.program()).keep("2 seed 6", entry)
+    assert fuzz.in_a_row(fuzz.gathered()) == 500
+    assert "of another program, so these runs count for nothing: 1\n" in capsys.readouterr().out
 
 
 def test_parts_of_another_source_count_for_nothing_and_are_named(

@@ -158,7 +158,8 @@ def programs(rank: int, folder: Path, backend: str) -> Iterator[tuple[str, Progr
     yield from calls(rank)
     yield from layers()
     yield from stages(rank)
-    yield from steps(folder, [x for x in DEVICES.LAYOUTS if len(x) == 1 or backend == BACKENDS[0]])
+    two = [layout for layout in DEVICES.LAYOUTS if DEVICES.STEPS.world_size_of(layout) == 2]
+    yield from steps(folder, [x for x in two if len(x) == 1 or backend == BACKENDS[0]])
 
 
 def count(cuda: Machine, program: Program) -> tuple[list[str], int]:

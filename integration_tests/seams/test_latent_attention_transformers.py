@@ -5,6 +5,7 @@ code runs as it is, with every conversion to fp32 made one to fp64.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_train.model.documents import read_documents
+from moe_train.model.documents import added_mask, read_documents
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
@@ -93,7 +94,7 @@ def angles_of(positions_BS: Tensor) -> Tensor:
 def context_of(positions_BS: Tensor, dtype: torch.dtype) -> AttentionContext:
     angles = angles_of(positions_BS)
     table = torch.cat((angles, angles), dim=-1)
-    return AttentionContext(table.cos().to(dtype), table.sin().to(dtype), None)
+    return AttentionContext(table.cos().to(dtype), table.sin().to(dtype), None, None)
 
 
 def run_theirs(
@@ -130,9 +131,8 @@ def test_values_and_gradients_are_those_of_transformers(
     theirs, ours = modules_of(case, dtype)
     positions = POSITIONS if with_documents else POSITIONS[1:].expand(2, -1)
     context = context_of(positions, dtype)
-    context = AttentionContext(
-        context.cos_BSD, context.sin_BSD, read_documents(positions).mask(None)
-    )
+    mask = read_documents(positions).mask(None)
+    context = replace(context, mask_B1SS=mask, added_B1SS=added_mask(mask, dtype))
     assert (context.mask_B1SS is not None) == with_documents
     length = positions.shape[1]
     allowed = torch.ones(2, 1, length, length).tril().bool()

@@ -12,16 +12,19 @@ Each finding has a code; a comment `# gate: CODE - why` keeps the line where it 
 | setattr | `setattr` and `object.__setattr__` outside of `__init__` | a constructor |
 | position | `words[_HEAD]` with `_HEAD = 7` | a NamedTuple, or a dataclass |
 | plain-error | `raise ValueError(...)` | a class of the package's errors.py |
+| names-test | `tests/`, `test_x.py`, `test_x` in code, comment or text | what holds, and why |
 """
 
 import ast
 import builtins
+import re
 from collections.abc import Iterable, Iterator
 
 from gates.reasons import Finding, without_reason
 from gates.source import FunctionNode, Problem, Source
 
 _Found = Iterator[tuple[int, str, str]]  # line, code, message
+_TEST = re.compile(r"\btest_[a-z]\w*|\btests/\w*|\bconftest\b")
 _BUILDERS = ("__init__", "__post_init__", "__new__", "__setstate__")
 
 
@@ -33,7 +36,7 @@ def check_habits(sources: Iterable[Source]) -> list[Problem]:
     packages = {source.module.split(".")[0] for source in sources}
     found = []
     for source in sources:
-        tricks = [*_splats(source.tree), *_plain_errors(source.tree)]
+        tricks = [*_splats(source.tree), *_plain_errors(source.tree), *_tests(source)]
         positions = _integers(source.tree) | integers & _taken(source.tree, packages)
         tricks += _positions(source.tree, positions)
         held = _held(source.tree)
@@ -235,6 +238,17 @@ def _taken(tree: ast.Module, packages: set[str]) -> set[str]:
         and (node.level > 0 or (node.module or "").split(".")[0] in packages)
         for alias in node.names
     }
+
+
+def _tests(source: Source) -> _Found:
+    """What is installed lies without its tests, which move and are renamed."""
+    for number, line in enumerate(source.lines, start=1):
+        for found in _TEST.finditer(line):
+            yield (
+                number,
+                "names-test",
+                f"`{found.group()}` names a test; say what holds, and let the test name the code",
+            )
 
 
 def _plain_errors(tree: ast.Module) -> _Found:

@@ -23,6 +23,7 @@ CODES = {
     "setattr": "habits",
     "position": "habits",
     "plain-error": "habits",
+    "names-test": "habits",
     "same-name": "repeats",
     "clone": "repeats",
 }
