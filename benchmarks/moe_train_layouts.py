@@ -7,7 +7,7 @@ of a gradient norm before clipping to those of one rank. Keys that change the nu
 with one rank under the same key, on DeepSeek-V3: the second figure is the largest difference over
 the limit that the table gives for it.
 
-    python benchmarks/moe_train_layouts.py                     # 4 families, 20 layouts each
+    python benchmarks/moe_train_layouts.py                     # 4 families, 24 layouts each
     python benchmarks/moe_train_layouts.py --keys              # bf16, capacity, payloads, Muon, ...
     python benchmarks/moe_train_layouts.py --layouts 3 --steps 3 --families mixtral
 """
@@ -77,7 +77,7 @@ device = "cpu"
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--layouts", type=int, default=20)
+    parser.add_argument("--layouts", type=int, default=24)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--keys", action="store_true", help="only keys that change the numbers")
     arguments = parser.parse_args()
