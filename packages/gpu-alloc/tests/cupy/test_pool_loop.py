@@ -54,6 +54,20 @@ def _placements(events: list[TraceEvent]) -> list[tuple[int, int, int]]:
     return [(e.chunk, e.offset_bytes, e.size_bytes) for e in events if e.action == "alloc"]
 
 
+def _placements_on(
+    allocator: TwoPoolAllocator, events: list[TraceEvent]
+) -> list[tuple[int, int, int]]:
+    """Where an allocator puts what a recording asks for."""
+    allocator.start_recording()
+    live: dict[int, int] = {}
+    for event in events:
+        if event.action == "alloc":
+            live[event.block_id] = allocator.malloc(event.size_bytes, event.stream).ptr
+        else:
+            allocator.free(live.pop(event.block_id))
+    return _placements(allocator.stop_recording())
+
+
 @pytest.mark.parametrize("pages", [True, False])
 def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path, pages: bool) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
@@ -80,14 +94,7 @@ def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path, pages: bo
     mapped = tuned.config.use_virtual_memory
     kind = PagedAddressSource if mapped else partial(AddressSource, granularity_bytes=4096)
     replayed = TwoPoolAllocator(kind(tuned.capacity_bytes), tuned.config)
-    replayed.start_recording()
-    live: dict[int, int] = {}
-    for event in hook.events:
-        if event.action == "alloc":
-            live[event.block_id] = replayed.malloc(event.size_bytes, event.stream).ptr
-        else:
-            replayed.free(live.pop(event.block_id))
-    assert _placements(recorded) == _placements(replayed.stop_recording()), f"seed {seed}"
+    assert _placements(recorded) == _placements_on(replayed, hook.events), f"seed {seed}"
     assert len(recorded) == len(hook.events) == len(again.events)
 
 
@@ -125,14 +132,7 @@ def test_a_program_runs_on_pages_as_replayed_and_hooks_see_them_taken() -> None:
     assert taken.sizes, f"seed {seed}"
     assert not any(size % (2 << 20) for size in taken.sizes)
     replayed = TwoPoolAllocator(PagedAddressSource(capacity_bytes), config)
-    replayed.start_recording()
-    live: dict[int, int] = {}
-    for event in hook.events:
-        if event.action == "alloc":
-            live[event.block_id] = replayed.malloc(event.size_bytes, event.stream).ptr
-        else:
-            replayed.free(live.pop(event.block_id))
-    assert _placements(recorded) == _placements(replayed.stop_recording()), f"seed {seed}"
+    assert _placements(recorded) == _placements_on(replayed, hook.events), f"seed {seed}"
 
 
 class _WithoutPages(CupyBackend):
