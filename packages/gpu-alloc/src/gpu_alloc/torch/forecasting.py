@@ -45,7 +45,7 @@ def forecast(
 
     Args:
         allocator: "torch": the rules of torch's caching allocator, "torch-expandable": the same
-            with expandable segments, as pages mapped behind our places, "gpu-alloc": `config`.
+            with expandable segments, "gpu-alloc": `config`.
             None has a limit: on a device that is nearly full each gives memory back that it keeps
             otherwise.
         config: of "gpu-alloc"; None: `AllocatorConfig.from_env()`.
@@ -73,9 +73,8 @@ def forecast(
 def _reserved(
     trace: Sequence[TraceEvent], allocator: Allocator, config: AllocatorConfig | None
 ) -> int:
-    if allocator == "torch":
-        return NativeRules().peak_reserved(trace)
-    if allocator == "torch-expandable":
-        config = AllocatorConfig(use_virtual_memory=True)
+    if allocator != "gpu-alloc":
+        rules = NativeRules(expandable=allocator == "torch-expandable")
+        return rules.peak_reserved(trace)
     result = replay(trace, AllocatorConfig.from_env() if config is None else config)
     return result.peak_reserved_bytes

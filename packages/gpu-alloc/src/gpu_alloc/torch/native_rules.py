@@ -3,11 +3,13 @@
 As in c10/cuda/CUDACachingAllocator: sizes in units of 512 B; requests up to 1 MiB from segments of
 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones in whole 2 MiB; best fit among the
 free blocks of the stream and pool; no split of a large block that leaves 1 MiB or less; neighbours
-merge. It is a model: a test holds it against torch's own allocator.
+merge. With expandable segments a stream's pool is one segment that grows at its end by pages of 2
+or 20 MiB, every block is split, and the free block at the end is taken only where no other fits.
+It is a model: a test holds it against torch's own allocator, both ways.
 
 Invariant: the blocks of a segment cover it, and no two free ones are neighbours.
 
-    NativeRules().peak_reserved(trace)
+    NativeRules(expandable=False).peak_reserved(trace)
 """
 
 from bisect import bisect_left, insort
@@ -33,11 +35,17 @@ class _Place(NamedTuple):
 
 @final
 class NativeRules:
-    """One device without a limit; blocks go to and come from lists by (stream, pool)."""
+    """One device without a limit; blocks go to and come from lists by (stream, pool).
 
-    def __init__(self) -> None:
+    Args:
+        expandable: the rules under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+    """
+
+    def __init__(self, *, expandable: bool) -> None:
         self.reserved_bytes = 0
+        self._expandable = expandable
         self._num_segments = 0
+        self._growing: dict[tuple[int, bool], tuple[int, int]] = {}  # pool: its segment, its end
         self._free: defaultdict[tuple[int, bool], list[_Place]] = defaultdict(list)
         self._free_at: dict[tuple[int, int], _Place] = {}  # by segment and where it begins
         self._free_end: dict[tuple[int, int], _Place] = {}
@@ -56,20 +64,38 @@ class NativeRules:
         size = -(-requested // UNIT_BYTES) * UNIT_BYTES
         is_small = size <= MIB
         pool = stream, is_small
-        free = self._free[pool]
-        at = bisect_left(free, _Place(size, -1, -1))
-        if at < len(free):
-            found = self._take(free[at], pool)
-        else:
-            whole = _segment_bytes(size)
-            self.reserved_bytes += whole
-            found = _Place(whole, self._num_segments, 0)
-            self._num_segments += 1
+        found = self._fitting(size, pool) or self._reserve(size, pool)
         rest = found.size - size
-        if rest >= UNIT_BYTES if is_small else rest > MIB:
+        if rest >= UNIT_BYTES if is_small or self._expandable else rest > MIB:
             self._put(_Place(rest, found.segment, found.offset + size), pool)
             found = found._replace(size=size)
         self._used[block] = found, pool
+
+    def _fitting(self, size: int, pool: tuple[int, bool]) -> _Place | None:
+        free = self._free[pool]
+        at = bisect_left(free, _Place(size, -1, -1))
+        if self._expandable and at + 1 < len(free):
+            at += (free[at].segment, free[at].offset + free[at].size) == self._growing[pool]
+        return self._take(free[at], pool) if at < len(free) else None
+
+    def _reserve(self, size: int, pool: tuple[int, bool]) -> _Place:
+        if self._expandable:
+            return self._grow(size, pool)
+        found = _Place(_segment_bytes(size), self._num_segments, 0)
+        self._num_segments += 1
+        self.reserved_bytes += found.size
+        return found
+
+    def _grow(self, size: int, pool: tuple[int, bool]) -> _Place:
+        """The free block at the segment's end, or an empty one, with what it lacks in new pages."""
+        segment, end = self._growing.get(pool, (len(self._growing), 0))
+        last = self._free_end.get((segment, end))
+        found = _Place(0, segment, end) if last is None else self._take(last, pool)
+        page = _SMALL_SEGMENT_BYTES if pool[1] else _MIDDLE_SEGMENT_BYTES
+        more = -(-(size - found.size) // page) * page
+        self.reserved_bytes += more
+        self._growing[pool] = segment, end + more
+        return found._replace(size=found.size + more)
 
     def _give(self, block: int) -> None:
         (size, segment, offset), pool = self._used.pop(block)
