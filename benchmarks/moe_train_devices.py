@@ -48,6 +48,8 @@ LAYOUTS = {
     ("parallel.dp=2", LATENT, *LOW, "parallel.sharding=3", "train.recompute=layers"): ROUNDED,
     ("parallel.dp=2", LATENT, BIAS, "train.recompute=outputs"): SAME,
     ("parallel.dp=2", "train.offload_activations=true"): SAME,
+    ("parallel.dp=2", "train.offload_optimizer=true", "parallel.sharding=1"): SAME,
+    ("parallel.ep=2", *LOW, "train.offload_optimizer=true", "optimizer.name=muon"): ROUNDED,
     ("parallel.dp=2", LATENT, "parallel.cp=2", "train.recompute=layers"): SAME,
     ("parallel.dp=2", "parallel.cp=2", "parallel.cp_attention=ring"): SAME,
     ("parallel.dp=2", LATENT, "parallel.tp=2", "train.recompute=layers"): SAME,

@@ -102,6 +102,22 @@ def test_a_copy_to_a_device_reads_what_the_host_left_there() -> None:
         assert x.tolist() == [7] * 4 and cuda.races == []
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_goes_to_the_host_comes_back_right_where_its_stream_is_waited_for(waits: bool) -> None:
+    with fake_cuda():
+        x, y = torch.arange(4.0, device="cuda"), torch.zeros(4, device="cuda")
+        host = torch.empty(4, pin_memory=True)
+        out, back = torch.cuda.Stream(), torch.cuda.Stream()
+        out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(out):
+            host.copy_(x, non_blocking=True)
+        back.wait_stream(out if waits else torch.cuda.current_stream())
+        with torch.cuda.stream(back):
+            y.copy_(host, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(back)
+        assert (y.tolist() == [0, 1, 2, 3]) == waits
+
+
 def test_synchronize_waits_for_all_streams_of_its_device_and_for_no_other() -> None:
     with fake_cuda(devices=2) as cuda:
         side = torch.cuda.Stream()

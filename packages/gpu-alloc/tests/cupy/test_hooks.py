@@ -16,7 +16,6 @@ from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, replay  # noqa: E
 from gpu_alloc.cupy import HostBackend, TraceHook, install, uninstall  # noqa: E402
 
 MIB = 1 << 20
-pytestmark = pytest.mark.filterwarnings("ignore::gpu_alloc.errors.CudaVersionWarning")
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from gpu_alloc.cupy import CupyBackend, CupyPool, HostBackend  # noqa: E402
 from gpu_alloc.sources import StreamEvents  # noqa: E402
 
 MIB = 1 << 20
-pytestmark = pytest.mark.filterwarnings("ignore::gpu_alloc.errors.CudaVersionWarning")
 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 100_000, np.int64(1000), True])

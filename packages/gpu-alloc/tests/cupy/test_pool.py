@@ -32,9 +32,6 @@ from gpu_alloc.sources import StreamEvents  # noqa: E402
 
 MIB = 1 << 20
 
-# Other tests of the same process may have imported a torch of another CUDA version.
-pytestmark = pytest.mark.filterwarnings("ignore::gpu_alloc.errors.CudaVersionWarning")
-
 
 class HostBackend(CupyBackend):
     """Two pretended devices whose memory is the host's; device and stream are set by the test."""

@@ -83,3 +83,10 @@ def test_view_must_lie_inside_a_chunk():
 @pytest.mark.parametrize("nbytes", [1 << 62, 1 << 70])
 def test_more_than_the_system_has_is_no_room(nbytes):
     assert HostSource().acquire(nbytes) is None
+
+
+def test_the_hosts_memory_comes_in_pages_or_in_multiples_of_them() -> None:
+    assert HostSource(granularity_bytes=2 << 20).granularity_bytes == 2 << 20
+    for wrong in (0, 100, -4096):
+        with pytest.raises(ValueError, match=f"granularity_bytes={wrong} is not of whole pages"):
+            HostSource(granularity_bytes=wrong)

@@ -438,8 +438,8 @@ def test_another_set_of_trained_parameters_goes_on_with_the_moments_that_there_a
             runner.train(random_batches(config, step, at.sample_rank, at.num_sample_ranks), lr=0.01)
         checkpointer.save(state(steps.stop))
         counts = {
-            f"updates {name}": runner.optimizer._torch[0].state[tensor]["step"].clone()
-            for name, tensor in runner.optimizer._updated.items()
+            f"updates {piece.name}": count.clone()
+            for piece, count in runner.optimizer._num_updates_of.items()
         }
         return {
             **tensors_of(runner, checkpointer),

@@ -251,10 +251,32 @@ def test_auto_tells_in_one_line_that_four_ranks_of_a_machine_with_one_card_train
 def test_what_the_cpu_cannot_do_is_refused_and_what_it_need_not_is_a_line(
     configure: Configure, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(configure("train.offload_activations=true"), "")
+    check(configure("train.offload_activations=true", "train.offload_optimizer=true"), "")
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [line for line in told if "offload_activations=true does nothing on the CPU" in line]
+    assert [line for line in told if "offload_optimizer=true saves nothing on the CPU" in line]
     with pytest.raises(ValueError, match="experts_fp8=true needs CUDA devices"):
         check(configure("model.experts_fp8=true", "train.dtype=bfloat16"), "")
     with pytest.raises(ValueError, match=r"recompute_keep names 'mm', which is no operation"):
         check(configure("train.recompute=selective", 'train.recompute_keep=["mm"]'), "")
+
+
+def test_states_go_to_the_host_and_back_between_two_runs_of_a_job(
+    configure: Configure, tmp_path: Path
+) -> None:
+    def run(name: str, resume: str, steps: int, *keys: str) -> list[float]:
+        low = ("train.dtype=bfloat16", "train.master_weights=true", "parallel.dp=2")
+        place = f"train.output_dir={tmp_path}/{name}"
+        config = configure(
+            *low, place, f"train.max_steps={steps}", "optimizer.decay_steps=4", *keys
+        )
+        check(config, resume)
+        run_ranks(lambda *_: train(config, resume, RankContext()), 2)
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [line["loss"] for line in lines if "loss" in line]
+
+    straight = run("straight", "", 4)
+    run("changed", "", 2, "train.offload_optimizer=true")
+    run("changed", "latest", 3)
+    found = run("changed", "latest", 4, "train.offload_optimizer=true", "parallel.sharding=1")
+    assert found == straight and len(found) == 4

@@ -56,14 +56,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("given", ["nccl", ""])
+OFFLOADED = ("train.offload_optimizer=true", "checkpoint.save_mode=zero_cost")
+
+
+@pytest.mark.parametrize(("given", "more"), [("nccl", ()), ("", ()), ("", OFFLOADED)])
 def test_a_job_on_devices_saves_and_resumes_to_the_losses_of_the_cpu(
-    configure: Configure, tmp_path: Path, given: str
+    configure: Configure, tmp_path: Path, given: str, more: tuple[str, ...]
 ) -> None:
     alone = configure(*STEPS, f"train.output_dir={tmp_path}/alone")
     check(alone, "")
     run_ranks(lambda *_: train(alone, "", RankContext()), 1)
-    layout = ("parallel.pp=2", "parallel.ep=2", "train.device=cuda", *STEPS)
+    layout = ("parallel.pp=2", "parallel.ep=2", "train.device=cuda", *STEPS, *more)
     short = configure(*layout, "train.max_steps=2")
     whole = configure(*layout)
     ports = [free_port(), free_port()]  # a store of its own for each run

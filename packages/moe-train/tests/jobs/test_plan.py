@@ -81,6 +81,25 @@ def test_the_plan_of_a_rank_has_its_share_of_moments_and_gradients(
     assert gradients["gradients"] == pytest.approx(whole["parameters"] / 3, rel=0.05)
 
 
+def test_the_plan_of_a_rank_has_two_buffers_of_states_that_live_on_the_host(
+    configure: Configure, tmp_path: Path
+) -> None:
+    model = {"hidden_size": 512, "intermediate_size": 24576, "mlp_only_layers": [0, 1]}
+    low = ("train.dtype=bfloat16", "train.master_weights=true")
+
+    def planned(*keys: str) -> dict[str, int]:
+        config, folder = configure(*low, *keys, **model), tmp_path / str(len(keys))
+        plan_report(config, traces=folder, ranks=[0])
+        return forecast(load_trace(trace_file(folder, 0)), "torch").peak_by_category
+
+    here, there = _in_a_process(lambda: [planned(), planned("train.offload_optimizer=true")])
+    assert here["optimizer"] > 6 * here["parameters"] - 1000, "12 bytes for each 2"
+    # Of parts of 16 million elements, cut into pieces of 4 million; each element has 12 bytes.
+    assert 0 < there["optimizer"] <= 2 * 20 * 2**20 * 12 < here["optimizer"]
+    for category in ("parameters", "gradients"):
+        assert there[category] == here[category]
+
+
 def test_the_plan_of_a_rank_has_its_share_of_heads_and_widths(
     configure: Configure, tmp_path: Path
 ) -> None:

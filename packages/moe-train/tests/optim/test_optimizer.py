@@ -12,7 +12,7 @@ from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
 from moe_train.config.tables import Config
 from moe_train.config.train_tables import TrainConfig
 from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
-from moe_train.optim.optimizer import Optimizer
+from moe_train.optim.optimizer import Optimizer, StateOptions
 from moe_train.optim.rounding import StochasticRounding
 from moe_train.optim.update_rules import update_rules
 from ranktest import run_ranks
@@ -39,7 +39,7 @@ def optimizer_of(
     names = {group.name: group.parameters for group in groups}
     shapes = {n: p.shape for n, p in parameters.items()}
     rules = update_rules(shapes, job_of(config, *groups), names)
-    return Optimizer(parameters, rules, config, master_weights=master_weights)
+    return Optimizer(parameters, rules, config, StateOptions(master_weights=master_weights))
 
 
 def test_the_update_is_torchs_adamw_with_decay_on_matrices_only() -> None:
@@ -264,7 +264,7 @@ def test_weights_that_are_rounded_by_chance_are_updated_in_fp32_and_keep_small_u
     config = OptimizerConfig(lr=1e-4, weight_decay=0.0)
     rules = update_rules({"w": weight.shape}, job_of(config), {})
     rounding = StochasticRounding(seed=seed % 1000, first={})
-    optimizer = Optimizer({"w": weight}, rules, config, master_weights=False, rounding=rounding)
+    optimizer = Optimizer({"w": weight}, rules, config, StateOptions(rounding=rounding))
     reference = torch.optim.AdamW([exact], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     assert {m: t["w"].dtype for m, t in optimizer.moments().items()} == {
         "exp_avg": torch.float32,
@@ -292,14 +292,14 @@ import sys, torch
 from moe_train.config.optimizer_tables import OptimizerConfig
 from moe_train.model import DecoderConfig, DecoderStage
 from moe_train.optim.grads import GradientStore, ParameterGroup
-from moe_train.optim.optimizer import Optimizer
+from moe_train.optim.optimizer import Optimizer, StateOptions
 from moe_train.optim.update_rules import UpdateRule
 config = DecoderConfig.from_dict({sizes!r})
 assert all(p.is_meta for p in DecoderStage.without_memory(config).parameters())
 names = {{"a": "adamw", "b": "muon"}}
 parameters = {{name: torch.nn.Parameter(torch.ones(3, 2)) for name in names}}
 rules = {{n: UpdateRule(algorithm=a, lr_ratio=1.0, weight_decay=0.1) for n, a in names.items()}}
-optimizer = Optimizer(parameters, rules, OptimizerConfig(lr=0.1), master_weights=False)
+optimizer = Optimizer(parameters, rules, OptimizerConfig(lr=0.1), StateOptions())
 for parameter in parameters.values():
     parameter.grad = torch.ones(3, 2)
 group = ParameterGroup(parameters=tuple(parameters.values()), reduce_group=None)

@@ -38,11 +38,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A copy that has not happened: `memory` is the key of the device memory that it fills."""
+    """A copy that has not happened: `memory` is the key of the device memory that it fills, `after`
+    what its stream knew to be done, and itself.
+    """
 
     number: int
     stream: int
     time: int
+    after: Clock
     memory: int | None
     run: Callable[[], None]
 
@@ -333,14 +336,17 @@ class Machine:
         key = None if fills is None else _key(fills)
         with self._lock:
             time = stream.clock.get(stream.id, 0)
-            self._due.append(_Due(next(self.numbers), stream.id, time, key, run))
+            due = _Due(next(self.numbers), stream.id, time, dict(stream.clock), key, run)
+            self._due.append(due)
 
     def settle(self, inner: torch.Tensor) -> None:
-        """Let copies happen that fill a memory which is about to be used."""
-        key = _key(inner)
+        """Let copies happen that fill a memory which is about to be used, and those before them."""
+        key, before = _key(inner), Clock()
         with self._lock:
-            last = {due.stream: due.number for due in self._due if due.memory == key}
-            self._run_due(lambda due: due.number <= last.get(due.stream, 0))
+            for due in self._due:
+                if due.memory == key:
+                    _merge(before, due.after)
+            self._run_due(lambda due: due.time <= before.get(due.stream, 0))
 
     def _run_due(self, chosen: Callable[[_Due], bool]) -> None:
         now = [due for due in self._due if chosen(due)]

@@ -126,12 +126,15 @@ class HostBackend(CupyBackend):
     """A pretended device whose memory is the host's, to run a program's allocations without a GPU.
 
     `cupy.ndarray(shape, dtype)` then works, kernels and copies do not; `source_of_host.view` reads
-    and writes the bytes. The current stream is what `current_stream` was set to.
+    and writes the bytes. The current stream is what `current_stream` was set to. Chunks are of
+    whole pages of a device, so that settings found for a device fit here as they do there.
     capacity_bytes: None leaves it to the operating system.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.source_of_host: HostSource | PagedHostSource = HostSource(capacity_bytes)
+        self.source_of_host: HostSource | PagedHostSource = HostSource(
+            capacity_bytes, granularity_bytes=CudaSource.granularity_bytes
+        )
         self.current_stream = 0
 
     def device_id(self) -> int:

@@ -11,7 +11,7 @@ import errno
 import mmap
 from typing import final
 
-from gpu_alloc.errors import AllocValueError
+from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.sources.chunk_source import ChunkSource, check_capacity, check_is_out
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -22,12 +22,23 @@ class HostSource(ChunkSource):
     """Real host memory, filled with zeros; `view` reads and writes it.
 
     capacity_bytes: what may be taken at a time; None leaves it to the operating system.
+    granularity_bytes: chunks are multiples of this, of whole pages.
+
+    Raises AllocValueError for a negative capacity or a granularity that is not of whole pages.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int | None = None, *, granularity_bytes: int = _PAGE_BYTES
+    ) -> None:
         check_capacity(capacity_bytes)
+        check_kind(granularity_bytes, int, "granularity_bytes must be a whole number")
+        if granularity_bytes < 1 or granularity_bytes % _PAGE_BYTES:
+            raise AllocValueError(
+                f"granularity_bytes={granularity_bytes} is not of whole pages; use a multiple of "
+                f"{_PAGE_BYTES}"
+            )
         self.capacity_bytes = capacity_bytes
-        self.granularity_bytes = _PAGE_BYTES
+        self.granularity_bytes = granularity_bytes
         self.alignment_bytes = _PAGE_BYTES
         self.used_bytes = 0
         self._maps: dict[int, mmap.mmap] = {}

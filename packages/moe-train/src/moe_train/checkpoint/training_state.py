@@ -36,7 +36,7 @@ from moe_train.checkpoint.trainer_state import TrainerState, may_lack_moments, r
 from moe_train.config import STATE_FILE
 from moe_train.errors import CheckpointNotSavedError, TrainValueError
 from moe_train.layout import ParameterLayout, stored_tensors
-from moe_train.optim import MUON_MOMENT, Optimizer
+from moe_train.optim import Optimizer
 from unified_ckpt import (
     CheckpointError,
     CheckpointManager,
@@ -362,11 +362,11 @@ class Checkpointer:
         may_lack = may_lack_moments(source)
         for moment, tensors in self.optimizer.moments().items():
             held = dict(tensors)
-            if may_lack or moment == MUON_MOMENT:
+            if may_lack or not self.optimizer.is_counted(moment):
                 held = self._held(tensors, source, "optimizer", f"/{moment}")
             if held:
                 read_part(source, "optimizer", [self._mine.updates(held, f"/{moment}")], cast=True)
-            if moment != MUON_MOMENT:  # which corrects no bias, so that nothing counts its steps
+            if self.optimizer.is_counted(moment):
                 late |= dict.fromkeys(tensors.keys() - held.keys(), updates)
         return read_first_updates(source, self.optimizer.updated()) | late
 

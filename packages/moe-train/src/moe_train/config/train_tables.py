@@ -86,6 +86,12 @@ class TrainConfig(Table):
         default=False,
         on_resume="free",
     )
+    offload_optimizer: bool = key(
+        "moments and master weights live in the host's memory, and visit the device piece by piece "
+        "to be updated; for CUDA, elsewhere they are only copied to and fro",
+        default=False,
+        on_resume="free",
+    )
     loss_chunk_tokens: int | None = key(
         "logits are computed for this many tokens at a time, to save memory; absent: for all",
         unit="tokens",

@@ -277,6 +277,11 @@ def _say_device(config: Config) -> None:
             "warning: train.offload_activations=true does nothing on the CPU, whose activations "
             "are in the host's memory already"
         )
+    if config.train.offload_optimizer and device.type == "cpu" and rank_number() == 0:
+        logger.warning(
+            "warning: train.offload_optimizer=true saves nothing on the CPU, whose states are in "
+            "the host's memory already; they are copied to and fro"
+        )
     falls_back = device.type == "cpu" and config.train.device == "auto"
     if falls_back and torch.cuda.is_available() and rank_number() == 0:
         logger.warning(

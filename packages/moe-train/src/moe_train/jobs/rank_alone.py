@@ -67,7 +67,9 @@ def record_steps(
 ) -> TraceRecorder:
     """Build this rank and train it on random tokens. Collective, unless it is alone."""
     model = read_model_config(config)
-    with TraceRecorder(labels=LABELS, all_threads=True) as recorder:
+    # What lives in the host's memory, such as offloaded states, is not the device's.
+    device = parallel.device
+    with TraceRecorder(device=device, labels=LABELS, all_threads=True) as recorder:
         memory = RankMemory(rank=parallel.rank, recorder=recorder)
         with memory.phase("build"):
             runner, _ = build_runner(config, model, parallel, {}, schedule)
@@ -111,6 +113,11 @@ def planned_otherwise(config: Config) -> list[str]:
         lines.append(
             f"{' and '.join(names)}: planned as if what travels beside computations had arrived "
             "before they begin; how they meet in time is not known"
+        )
+    if config.train.offload_activations:
+        lines.append(
+            "train.offload_activations=true: planned as if activations stayed on the device, since "
+            "when their copies end is not known"
         )
     if config.parallel.schedule == "auto":
         lines.append(

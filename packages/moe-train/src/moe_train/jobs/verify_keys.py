@@ -81,6 +81,11 @@ KEY_CHECKS = (
     ),
     KeyCheck(keys=_BFLOAT16 | {"train.stochastic_rounding": True}, limits=_LOW),
     KeyCheck(keys=_BFLOAT16 | {"model.experts_fp8": True}, cuda=True, limits=_LOW),
+    KeyCheck(keys={"train.offload_optimizer": True}),
+    KeyCheck(
+        keys=_BFLOAT16 | {"train.master_weights": True, "train.offload_optimizer": True},
+        limits=_LOW,
+    ),
     KeyCheck(keys={"train.offload_activations": True}, cuda=True),
 )
 

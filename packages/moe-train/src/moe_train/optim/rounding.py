@@ -37,11 +37,16 @@ class StochasticRounding:
     seed: int
     first: Mapping[str, tuple[int, int]]
 
-    def write(self, name: str, exact: Tensor, to: Tensor, *, update: int) -> None:
-        """Store `exact` (fp32) in `to` (bfloat16, the same shape), rounded; not collective."""
-        rows = exact.reshape(exact.shape[0] if exact.dim() else 1, -1).contiguous()
+    def write(self, name: str, exact: Tensor, to: Tensor, *, update: int, row: int = 0) -> None:
+        """Store `exact` (fp32) in `to` (bfloat16, the same shape), rounded; not collective.
+
+        Args:
+            row: where in this rank's part of the parameter they begin, in rows of dim 0.
+        """
+        rows = (exact.reshape(-1, 1) if exact.dim() < 2 else exact.flatten(1)).contiguous()
         key = counter_key(self.seed, _ROUNDING, update, zlib.crc32(name.encode()))
         first, column = self.first.get(name, (0, 0))
+        first += row
         ids = torch.arange(first, first + rows.shape[0], device=rows.device)
         noise = counter_uniform(key, ids, rows.shape[1], first_column=column)
         noise = noise.mul_(1 << _DROPPED_BITS).to(torch.int32)

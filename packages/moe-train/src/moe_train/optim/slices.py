@@ -6,8 +6,10 @@ for part in slices_of([p.numel() for p in parameters]):
 
 from collections.abc import Sequence
 
+SLICE_ELEMENTS = 1 << 24
 
-def slices_of(sizes: Sequence[int], limit: int = 1 << 24) -> list[slice]:
+
+def slices_of(sizes: Sequence[int], limit: int = SLICE_ELEMENTS) -> list[slice]:
     """Neighbours of together at least `limit`, but for the last ones."""
     found, start, total = [], 0, 0
     for end, size in enumerate(sizes, start=1):

@@ -66,8 +66,8 @@ from moe_train.training.step import StepRunner
 from moe_train.training.updates import (
     groups_of_job,
     layouts_shared_out,
-    rounding,
     stage_blocks,
+    state_options,
 )
 from unified_ckpt import ManagerOptions
 from unified_ckpt.files.storage import as_target
@@ -257,8 +257,7 @@ def build_runner(
         parameters,
         rules,
         config.optimizer,
-        master_weights=config.train.master_weights,
-        rounding=rounding(config, parameters, of_updates, parallel.rank),
+        state_options(config, parameters, of_updates, parallel),
         shares=[g.shares for g in groups if g.shares and not rows.holds(g.shares)],
         rows=rows.own,
     )

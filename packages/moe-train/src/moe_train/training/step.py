@@ -170,7 +170,7 @@ class StepRunner:
     def has_finite_weights(self) -> bool:
         """Whether every weight of every rank is a finite number."""
         fault = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
-        for tensor in self.optimizer.updated().values():
+        for tensor in self.optimizer.held().values():
             fault += (~torch.isfinite(tensor)).any()
         return not bool(all_reduce(fault).item())
 

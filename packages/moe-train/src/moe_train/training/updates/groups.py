@@ -7,6 +7,7 @@ blocks = stage_blocks(stages)                            # with parallel.shardin
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,7 @@ from moe_train.optim import (
     ParameterGroup,
     RowShares,
     StageBlocks,
+    StateOptions,
     StochasticRounding,
     UpdateRule,
 )
@@ -162,15 +164,21 @@ def _shares(
     return RowShares(group, rows, gather_group, is_alone=is_alone)
 
 
-def rounding(
+def state_options(
     config: Config,
     parameters: Iterable[str],
     layouts: Mapping[str, ParameterLayout],
-    rank: int,
-) -> StochasticRounding | None:
-    """How this rank's updates are rounded, from the first of its rows on; None: to nearest."""
-    if not config.train.stochastic_rounding:
-        return None
-    lies = {name: layouts[name] for name in parameters}
-    first = {name: (at.first_row(rank), at.first_column(rank)) for name, at in lies.items()}
-    return StochasticRounding(seed=config.train.seed, first=first)
+    parallel: Parallel,
+) -> StateOptions:
+    """What this rank keeps for its updates, and where; weights are rounded by their place."""
+    train, rank, rounding = config.train, parallel.rank, None
+    if train.stochastic_rounding:
+        lies = {name: layouts[name] for name in parameters}
+        first = {name: (at.first_row(rank), at.first_column(rank)) for name, at in lies.items()}
+        rounding = StochasticRounding(seed=train.seed, first=first)
+    host: Literal["cpu", "meta"] = "meta" if parallel.is_alone else "cpu"
+    return StateOptions(
+        master_weights=train.master_weights,
+        rounding=rounding,
+        on_host=host if train.offload_optimizer else None,
+    )
