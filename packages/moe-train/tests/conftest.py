@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,59 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache_di
     check(config, "")
     run_ranks(lambda *_: train(config, "", RankContext()), 1)
     return folder / "run"
+
+
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {**_HEADS, "num_local_experts": 4, "sliding_window": 7},
+    "qwen2_moe": {
+        **_HEADS,
+        "num_key_value_heads": 1,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 8,
+        "attention_dropout": 0.2,
+        "tie_word_embeddings": True,
+        "vocab_size": 303,
+        "mlp_only_layers": [1],
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "attention_dropout": 0.2,
+        "num_nextn_predict_layers": 2,
+    },
+    "gpt_oss": {
+        **_HEADS,
+        "num_local_experts": 4,
+        "sliding_window": 5,
+        "num_hidden_layers": 4,
+        "vocab_size": 303,
+    },
+}
+_BALANCE = {
+    "mixtral": ("moe.aux_loss_scope=sequence", "moe.z_loss_coef=0.01"),
+    "qwen2_moe": ("moe.capacity_factor=1.0", "moe.token_drop_policy=position"),
+    "deepseek_v3": ("moe.aux_loss_scope=sequence", "moe.update_expert_bias=true"),
+    "gpt_oss": ("moe.aux_loss_scope=microbatch",),
+}
+
+
+@pytest.fixture
+def of_family() -> Callable[[str], tuple[tuple[str, ...], dict[str, Any]]]:
+    """`of_family("gpt_oss")`: keys that balance the experts of a family's decoder, and what is its
+    own in config.json: heads, windows, latents, dropout, ties, shared experts among the families.
+    """
+    return lambda name: (_BALANCE[name], {"model_type": name, **_FAMILIES[name]})
 
 
 @pytest.fixture

@@ -17,41 +17,8 @@ from ranktest import run_ranks
 
 Configure = Callable[..., Config]
 Batches = Callable[..., list[Batch]]
+OfFamily = Callable[[str], tuple[tuple[str, ...], dict[str, Any]]]
 STEPS = 2
-HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {**HEADS, "num_local_experts": 4, "sliding_window": 7},
-    "qwen2_moe": {
-        **HEADS,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 8,
-        "attention_dropout": 0.2,
-        "tie_word_embeddings": True,
-    },
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 12,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "attention_dropout": 0.2,
-        "num_nextn_predict_layers": 2,
-    },
-    "gpt_oss": {**HEADS, "num_local_experts": 4, "sliding_window": 5},
-}
-BALANCE = {
-    "mixtral": ("moe.aux_loss_scope=sequence", "moe.z_loss_coef=0.01"),
-    "qwen2_moe": ("moe.capacity_factor=1.0", "moe.token_drop_policy=position"),
-    "deepseek_v3": ("moe.aux_loss_scope=sequence", "moe.update_expert_bias=true"),
-    "gpt_oss": ("moe.aux_loss_scope=microbatch",),
-}
 LAYOUTS = [
     ("parallel.dp=3", "parallel.cp=3", "parallel.sharding=2", "train.recompute=layers"),
     ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2", "parallel.schedule=zb_1p"),
@@ -81,17 +48,17 @@ def figures(config: Config, batches: Batches) -> list[list[float]]:
     return first  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
 def test_every_family_has_the_numbers_of_one_process(
-    configure: Configure, ragged_batches: Batches, family: str
+    configure: Configure, ragged_batches: Batches, of_family: OfFamily, family: str
 ) -> None:
+    balance, model = of_family(family)
     common = (
         "data.sequence_length=11",
         "train.global_batch_size=8",
         "moe.aux_loss_coef=0.1",
-        *BALANCE[family],
+        *balance,
     )
-    model = {"model_type": family, **FAMILIES[family]}
     expected = figures(configure(*common, **model), ragged_batches)
     assert expected[0][1] > 0.05, "a balancing loss"
     for layout in LAYOUTS:
@@ -110,14 +77,15 @@ RINGS = [
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_keys_that_go_around_give_the_numbers_of_one_process(
-    configure: Configure, ragged_batches: Batches, family: str
+    configure: Configure, ragged_batches: Batches, of_family: OfFamily, family: str
 ) -> None:
     """More ranks than heads among them."""
     common = ("data.sequence_length=11", "train.global_batch_size=4", "moe.aux_loss_coef=0.1")
-    model = {**FAMILIES[family], "model_type": family, "attention_dropout": 0.0}
-    expected = figures(configure(*common, *BALANCE[family], **model), ragged_batches)
+    balance, model = of_family(family)
+    common, model = (*common, *balance), {**model, "attention_dropout": 0.0}
+    expected = figures(configure(*common, **model), ragged_batches)
     for layout in RINGS:
-        found = figures(configure(*common, *BALANCE[family], *layout, **model), ragged_batches)
+        found = figures(configure(*common, *layout, **model), ragged_batches)
         for step, wanted in zip(found, expected, strict=True):
             assert step == pytest.approx(wanted, rel=1e-6), layout
 

@@ -22,54 +22,12 @@ from moe_train.jobs.job import check_model
 from moe_train.parallel import start
 from moe_train.training.build import build_runner, read_model_config
 from moe_train.training.step import StepRunner
-from ranktest import run_ranks
+from ranktest import can_leave_shared_memory, leave_shared_memory, run_ranks
 
 Configure = Callable[..., Config]
 Batches = Callable[..., list[Batch]]
+OfFamily = Callable[[str], tuple[tuple[str, ...], dict[str, Any]]]
 STEPS = 2
-HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {**HEADS, "num_local_experts": 4, "sliding_window": 7},
-    "qwen2_moe": {
-        **HEADS,
-        "num_key_value_heads": 1,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 8,
-        "attention_dropout": 0.2,
-        "tie_word_embeddings": True,
-        "vocab_size": 303,
-        "mlp_only_layers": [1],
-    },
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 12,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "attention_dropout": 0.2,
-        "num_nextn_predict_layers": 2,
-    },
-    "gpt_oss": {
-        **HEADS,
-        "num_local_experts": 4,
-        "sliding_window": 5,
-        "num_hidden_layers": 4,
-        "vocab_size": 303,
-    },
-}
-BALANCE = {
-    "mixtral": ("moe.aux_loss_scope=sequence", "moe.z_loss_coef=0.01"),
-    "qwen2_moe": ("moe.capacity_factor=1.0", "moe.token_drop_policy=position"),
-    "deepseek_v3": ("moe.aux_loss_scope=sequence", "moe.update_expert_bias=true"),
-    "gpt_oss": ("moe.aux_loss_scope=microbatch",),
-}
 COMMON = (
     "data.sequence_length=11",
     "train.global_batch_size=8",
@@ -187,17 +145,46 @@ def on_ranks(configs: Sequence[Config], batches: Batches) -> list[list[list[floa
     return first  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS)
 def test_every_family_has_the_numbers_of_one_process(
-    configure: Configure, ragged_batches: Batches, family: str
+    configure: Configure, ragged_batches: Batches, of_family: OfFamily, family: str
 ) -> None:
-    keys, model = (*COMMON, *BALANCE[family]), {"model_type": family, **FAMILIES[family]}
+    balance, model = of_family(family)
+    keys = (*COMMON, *balance)
     (expected,) = on_ranks([configure(*keys, **model)], ragged_batches)
     assert expected[0][1] > 0.05, "a balancing loss"
     found = on_ranks(
         [configure(*keys, *layout, **model) for layout in LAYOUTS[family]], ragged_batches
     )
     for layout, steps in zip(LAYOUTS[family], found, strict=True):
+        for step, wanted in zip(steps, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=1e-6), layout
+
+
+ACROSS_HOSTS = (
+    ("parallel.ep=4", "parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ring"),
+    ("parallel.dp=4", "parallel.tp=2", "parallel.etp=2", "parallel.sharding=3"),
+    ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2", "parallel.overlap_grad_reduce=true"),
+)
+
+
+def test_ranks_on_hosts_of_their_own_have_the_numbers_of_one_process(
+    configure: Configure, ragged_batches: Batches, of_family: OfFamily
+) -> None:
+    """Without memory that they share, and with the default policy of what calls compare."""
+    if not can_leave_shared_memory():
+        pytest.skip("this system lets a process have no /dev/shm of its own")
+    balance, model = of_family("mixtral")
+    jobs = [configure(*COMMON, *balance, *layout, **model) for layout in ((), *ACROSS_HOSTS)]
+    (expected,) = on_ranks(jobs[:1], ragged_batches)
+
+    def on_host(*_: int) -> list[list[list[float]]]:
+        leave_shared_memory()
+        return [figures(job, ragged_batches) for job in jobs[1:]]
+
+    first, *others = run_ranks(on_host, 4, timeout_s=300)
+    assert all(other == first for other in others)
+    for layout, steps in zip(ACROSS_HOSTS, first, strict=True):
         for step, wanted in zip(steps, expected, strict=True):
             assert step == pytest.approx(wanted, rel=1e-6), layout
 
@@ -333,6 +320,7 @@ def stored(checkpoint: Path) -> dict[str, Tensor]:
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
     configure: Configure,
     ragged_batches: Batches,
+    of_family: OfFamily,
     tmp_path: Path,
     family: str,
     chain: list[tuple[str, ...]],
@@ -342,7 +330,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
     What is loaded and saved again has the bits of the checkpoint; of one family the vocabulary does
     not divide and the head is the embedding.
     """
-    keys, model = (*COMMON, *BALANCE[family]), {"model_type": family, **FAMILIES[family]}
+    balance, model = of_family(family)
+    keys = (*COMMON, *balance)
 
     def made(name: str, *layout: str) -> Config:
         return configure(*keys, *layout, f"train.output_dir={tmp_path / name}", **model)
