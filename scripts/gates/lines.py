@@ -105,7 +105,21 @@ LINES_ADDED = {
     # Pages of a device for CuPy's pool, by the driver alone, preferred to what fits one run.
     # Scripts run on the pools by a command; cores that arrays outlive.
     # torch's rules with expandable segments.
-    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290 + 430 + 700 + 400 + 80 + 130 + 80 + 85 + 225 + 237,
+    "gpu-alloc": 1_130
+    + 1_170
+    + 230
+    + 900
+    + 290
+    + 430
+    + 700
+    + 400
+    + 80
+    + 130
+    + 80
+    + 85
+    + 225
+    + 237
+    + 25,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.

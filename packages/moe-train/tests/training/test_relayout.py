@@ -94,7 +94,12 @@ def end_of(
 @pytest.mark.parametrize(
     "numbers",
     [
-        ["train.dtype=bfloat16", "train.master_weights=true", "parallel.sharding=3"],
+        [
+            "train.dtype=bfloat16",
+            "train.master_weights=true",
+            "train.offload_optimizer=true",
+            "parallel.sharding=3",
+        ],
         ["optimizer.name=muon", "train.gradient_accumulation_steps=2", "parallel.sharding=2"],
     ],
 )

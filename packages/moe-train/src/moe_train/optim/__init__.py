@@ -1,6 +1,6 @@
 """Gradients over the right ranks, the update of the parameters, and its learning rate.
 
-May import: config, model, errors; comm_collectives, moe_pipeline, unified_ckpt.
+May import: config, model, errors, slices; comm_collectives, moe_pipeline, unified_ckpt.
 """
 
 from moe_train.optim.grads import GradientStore as GradientStore

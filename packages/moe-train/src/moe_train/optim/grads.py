@@ -28,8 +28,8 @@ from moe_train.optim.grad_overlap import OverlappedReduction
 from moe_train.optim.grad_shares import GradientShares
 from moe_train.optim.param_shares import ParameterShares
 from moe_train.optim.shares import RowShares
-from moe_train.optim.slices import slices_of
 from moe_train.optim.stage_blocks import StageBlocks, stages_of_parameters
+from moe_train.slices import slices_of
 
 _BUCKET_BYTES = 64 * 2**20
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_train.optim.slices import SLICE_ELEMENTS, slices_of
+from moe_train.slices import SLICE_ELEMENTS, slices_of
 
 # Kernels of CPUs compute the last few elements of a tensor by other instructions, with other bits:
 # a piece ends where its parameter does, or at a multiple of this.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm_collectives import all_gather, reduce_scatter
-from moe_train.optim.slices import slices_of
+from moe_train.slices import slices_of
 
 
 class RowShares:

@@ -1,7 +1,7 @@
 """One step, the loop around it, and the libraries put together for one rank.
 
 May import: checkpoint, config, data, layout, model, optim, rank, report, tokenization, parallel,
-errors; comm_collectives, gpu_alloc, mesh_spmd, moe_pipeline, unified_ckpt.
+slices, errors; comm_collectives, gpu_alloc, mesh_spmd, moe_pipeline, unified_ckpt.
 """
 
 from moe_train.training.build import Training as Training

@@ -8,6 +8,7 @@ Invariant: every bit is where a checkpoint of the old layout, loaded in the new 
     training, moved = relaid_out(config, parallel, training, updates=100)
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from mesh_spmd import TensorSpec, execute, plan_reshard
 from moe_train.config import Config
 from moe_train.errors import MoeTrainError
 from moe_train.parallel import Parallel
+from moe_train.slices import slices_of
 from moe_train.training.build import Training, build_training
 
 _WEIGHTS, _MASTERS, _AVERAGE = "weights", "master weights", "moving average"
@@ -67,7 +69,7 @@ def relaid_out(
     # A stage may have none of a kind, such as moments of Muon; its ranks take part all the same.
     for kind in sorted({kind for stage in (*before, *after) for kind in stage.tensors}):
         tensors = held.get(kind, {}), room.get(kind, {})
-        most_bytes += _move(kind, (before, after), tensors, parallel.rank)
+        most_bytes += _move(kind, (before, after), tensors, config, parallel)
     optimizer = made.runner.optimizer
     late = {name: count for stage in before for name, count in stage.late.items()}
     optimizer.set_step(updates, {n: late[n] for n in optimizer.updated() if n in late})
@@ -109,11 +111,13 @@ def _move(
     kind: str,
     stages: tuple[list[_Stage], list[_Stage]],
     tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    rank: int,
+    config: Config,
+    parallel: Parallel,
 ) -> int:
     """Fill this rank's tensors of one kind; return the bytes that the busiest rank received.
 
-    An embedding that two stages share is taken from the first one, and brought to both.
+    An embedding that two stages share is taken from the first one, and brought to both. States that
+    live in the host's memory travel from device to device, a few at a time.
     """
     before, after = stages
     held, room = tensors
@@ -124,17 +128,25 @@ def _move(
     missing = sorted({name for name, _ in wanted} ^ lies.keys())
     if missing:
         raise MoeTrainError(f"one of two layouts alone has {kind} of {', '.join(missing[:8])}")
-    sources = [lies[name] for name, _ in wanted]
-    plan = plan_reshard(sources, [spec for _, spec in wanted])
-    local = [
-        _in_halves(held[name], spec) if spec.mesh.position(rank) is not None else None
-        for (name, _), spec in zip(wanted, sources, strict=True)
-    ]
-    moved = execute(plan, local, exchange=all_to_all_single)
-    for (name, _), found in zip(wanted, moved, strict=True):
-        if found is not None:
-            room[name].copy_(found.view_as(room[name]))
-    return plan.busiest_bytes[0]
+    parts = [slice(None)]
+    if config.train.offload_optimizer:
+        parts = slices_of([math.prod(spec.shape) for _, spec in wanted])
+    most_bytes = 0
+    for part in parts:
+        sources = [lies[name] for name, _ in wanted[part]]
+        plan = plan_reshard(sources, [spec for _, spec in wanted[part]])
+        local = [
+            _in_halves(held[name].to(parallel.device), spec)
+            if spec.mesh.position(parallel.rank) is not None
+            else None
+            for (name, _), spec in zip(wanted[part], sources, strict=True)
+        ]
+        moved = execute(plan, local, exchange=all_to_all_single)
+        for (name, _), found in zip(wanted[part], moved, strict=True):
+            if found is not None:
+                room[name].copy_(found.view_as(room[name]))
+        most_bytes += plan.busiest_bytes[0]
+    return most_bytes
 
 
 def _in_halves(tensor: Tensor, spec: TensorSpec) -> Tensor:
