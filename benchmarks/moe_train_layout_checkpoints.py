@@ -107,7 +107,7 @@ def _next_steps(
     training = build_training(config, parallel)
     loop = TrainingLoop.begin(config, training, None, training.checkpointer.load(source))
     found: list[float] = []
-    for result in loop.first_steps(STEPS - SAVED_STEP):
+    for result in loop.first_steps(STEPS - SAVED_STEP, context):
         context.step = loop.position.step
         found += [result.loss, result.grad_norm]
     training.checkpointer.close()

@@ -177,7 +177,7 @@ def _steps(config: Config, source: str, training: Any) -> list[float]:
     state = checkpointer.load(Path(source)) if source else None
     loop = TrainingLoop.begin(config, training, None, state)
     if state is None:
-        for _ in loop.first_steps(SAVED_STEP):
+        for _ in loop.first_steps(SAVED_STEP, RankContext()):
             pass
         state = TrainerState(
             step=SAVED_STEP,
@@ -190,7 +190,7 @@ def _steps(config: Config, source: str, training: Any) -> list[float]:
     checkpointer.save(state)
     found: list[float] = []
     if config.train.dtype == "float32":
-        for result in loop.first_steps(STEPS - SAVED_STEP):
+        for result in loop.first_steps(STEPS - SAVED_STEP, RankContext()):
             found += [result.loss, result.grad_norm]
     checkpointer.close()
     return found

@@ -179,6 +179,25 @@ def test_a_request_to_stop_saves_and_exits(
     assert "Traceback" not in output
 
 
+def test_a_request_to_stop_ends_a_comparison_of_layouts_after_a_step(
+    job: Callable[..., Path], started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Which saves nothing, and has steps for hours."""
+    asked = ("train.max_steps=1000000", "--steps", "1000000", "--ranks", "2", "--layouts", "2")
+    process = started("verify-layouts", job(), "optimizer.decay_steps=1000000", *asked)
+    deadline = time.monotonic() + 300
+    while not ranks_of(process):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = ranks_of(process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 2, output
+    assert "SIGTERM: ending after this step, without a table" in output
+    assert "moe-train: stopped before every layout had run" in output and "Traceback" not in output
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
 def test_under_torchrun_the_given_ranks_train(
     job: Callable[..., Path], tmp_path: Path, losses: Callable[[Path], dict[int, float]]
 ) -> None:

@@ -23,7 +23,7 @@ def run(argv: list[str], context: RankContext) -> None:
     Args:
         argv: the path of a list of configs, each with the path where its figures go, and how many
             steps. All have as many ranks.
-        context: told the finished steps; a request to stop is ignored, since they are short.
+        context: told the finished steps; after a request to stop the job at hand has no figures.
     """
     listed, steps = argv
     set_num_threads()
@@ -32,23 +32,28 @@ def run(argv: list[str], context: RankContext) -> None:
         parallel = start(config)
         found = _first_steps(config, parallel, int(steps), context)
         dist.barrier()
-        if parallel.rank == 0:
+        if found is not None and parallel.rank == 0:
             write_atomic(Path(figures), json.dumps(found))
         end_groups(parallel)
+        if found is None:
+            break
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _first_steps(
     config: Config, parallel: Parallel, steps: int, context: RankContext
-) -> dict[str, list[float]]:
+) -> dict[str, list[float]] | None:
+    """The figures of each step; None: any rank was asked to stop."""
     training = build_training(config, parallel)
     if config.model.init_from is not None:
         source = Path(config.model.init_from)
         training.checkpointer.load_weights(readable_weights(source, config.data.cache_dir))
     loop = TrainingLoop.begin(config, training, None)
     losses, norms = [], []
-    for result in loop.first_steps(steps):
+    for result in loop.first_steps(steps, context):
+        if result.stop_requested:
+            return None
         context.step = loop.position.step
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -27,6 +27,8 @@ from moe_train.training import read_model_config
 
 logger = logging.getLogger(__name__)
 
+_STOP_TEXT = "ending after this step, without a table; a second signal (Ctrl-C) ends at once"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRun:
@@ -146,7 +148,7 @@ def _launch(folder: Path, size: int, jobs: Sequence[tuple[JobLayout, Config]], s
     (folder / "jobs.json").write_text(json.dumps(listed), encoding="utf-8")
     argv = [str(folder / "jobs.json"), str(steps)]
     try:
-        stopped = run_local(size, "moe_train.jobs.layout_rank", argv)
+        stopped = run_local(size, "moe_train.jobs.layout_rank", argv, stop_text=_STOP_TEXT)
     except MoeTrainError:
         left = [n for n in numbers if not (folder / f"{n}.json").exists()]
         logger.error("failed under the layout %s", jobs[left[0]][0] if left else "that came last")

@@ -218,14 +218,18 @@ class TrainingLoop:
             told = described(wanted, imbalance)
             logger.info("step %d begins in the layout %s; %s", step + 1, told, moved)
 
-    def first_steps(self, count: int) -> Iterator[StepResult]:
-        """The results of the next steps, at most `count`, without validation and checkpoints.
+    def first_steps(self, count: int, context: RankContext) -> Iterator[StepResult]:
+        """The results of the next steps, at most `count`, without validation and checkpoints; the
+        last one is that after which any rank was asked to stop.
 
         Collective over all ranks, which take as many.
         """
         with self._loader() as loader:
             for _ in range(min(count, self.config.train.max_steps - self.position.step)):
-                yield self._step(loader, stop=False)
+                result = self._step(loader, stop=context.stop_requested)
+                yield result
+                if result.stop_requested:
+                    return
 
     def _run(self, context: RankContext, loader: BatchLoader) -> StepResult:
         """Run steps until the layout changes or the run ends; return the figures of the last."""
