@@ -139,7 +139,8 @@ def expert_mesh(config: ParallelConfig) -> ProcessMesh:
 def cut_of(config: ParallelConfig, rank: int) -> PositionCut:
     """The positions of one of the cp x tp ranks that share samples."""
     cp_rank, tp_rank = divmod(rank, config.tp)
-    cut = PositionCut(rank=cp_rank, size=config.cp, is_folded=config.cp_attention == "ring")
+    is_folded = config.cp > 1 and config.cp_attention == "ring"
+    cut = PositionCut(rank=cp_rank, size=config.cp, is_folded=is_folded)
     return cut if config.tp == 1 else PositionCut(rank=tp_rank, size=config.tp, within=cut)
 
 

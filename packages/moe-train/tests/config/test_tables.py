@@ -271,6 +271,9 @@ def test_muon_is_refused_where_a_layout_cuts_matrices() -> None:
     for parallel in (ParallelConfig(dp=2, tp=2), ParallelConfig(dp=2, relayout=("3: ep=2 tp=2",))):
         with pytest.raises(TrainValueError, match=r"parallel\.tp=2 cuts matrices .*adamw"):
             config(optimizer=muon, parallel=parallel)
+    some = ParamGroupConfig(name="some", parameters=("*",), algorithm="muon")
+    with pytest.raises(TrainValueError, match=r'use param_groups\.some\.algorithm="adamw"'):
+        config(param_groups=(some,), parallel=ParallelConfig(dp=2, etp=2))
 
 
 def test_a_layout_cannot_change_where_states_are_kept_on_nodes() -> None:

@@ -251,10 +251,19 @@ def test_auto_tells_in_one_line_that_four_ranks_of_a_machine_with_one_card_train
 def test_what_the_cpu_cannot_do_is_refused_and_what_it_need_not_is_a_line(
     configure: Configure, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(configure("train.offload_activations=true", "train.offload_optimizer=true"), "")
+    keys = ["train.offload_activations", "train.offload_optimizer"]
+    keys += ["train.gradient_accumulation_fusion", "train.master_weights"]
+    more = ["train.dtype=bfloat16", "parallel.cp_attention=ring"]
+    check(configure(*(f"{key}=true" for key in keys), *more), "")
+    fused = configure("train.gradient_accumulation_fusion=true", "parallel.sharding=2")
+    check(fused, "")
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [line for line in told if "offload_activations=true does nothing on the CPU" in line]
     assert [line for line in told if "offload_optimizer=true saves nothing on the CPU" in line]
+    assert [line for line in told if "fusion=true does nothing with train.master_weights" in line]
+    assert [line for line in told if "fusion=true does little with parallel.sharding=2" in line]
+    assert [line for line in told if 'cp_attention="ring" does nothing with parallel.cp=1' in line]
+    assert len(told) == 5
     with pytest.raises(ValueError, match="experts_fp8=true needs CUDA devices"):
         check(configure("model.experts_fp8=true", "train.dtype=bfloat16"), "")
     with pytest.raises(ValueError, match=r"recompute_keep names 'mm', which is no operation"):

@@ -19,6 +19,17 @@ def values_of(layouts: list[JobLayout], name: str) -> set[object]:
     return {layout.values[name] for layout in layouts}
 
 
+def test_a_job_with_uneven_experts_is_compared_with_one_rank_and_with_its_own_parts(
+    configure: Configure,
+) -> None:
+    parts = 'parallel.expert_parts=["2,4"]'
+    config = configure("parallel.ep=2", parts, "train.global_batch_size=8")
+    first, *others = chosen(config, ranks=2)
+    assert str(first).startswith("one rank") and not first.applied(config).parallel.expert_parts
+    kept = {layout.values["parallel.ep"]: layout.applied(config).parallel for layout in others}
+    assert kept[2].expert_parts == ("2,4",)
+
+
 def test_twenty_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
     configure: Configure,
 ) -> None:

@@ -345,6 +345,7 @@ def test_what_becomes_of_the_learning_rate_is_said(
             ["master weights: begin as the float32 weights of the checkpoint"],
         ),
         (["train.dtype=bfloat16"], ["optimizer moments: converted from float32 to bfloat16"]),
+        (["train.dtype=bfloat16", "train.stochastic_rounding=true"], []),
         (['train.trainable=["*norm*"]'], []),
     ],
 )

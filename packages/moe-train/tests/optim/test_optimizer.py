@@ -115,6 +115,17 @@ def test_norm_and_clipping_agree_with_torch() -> None:
         torch.testing.assert_close(store.of(parameter), copy.grad)
 
 
+def test_the_norm_of_bfloat16_gradients_is_exact_however_they_are_shared_out() -> None:
+    generator = torch.Generator().manual_seed(5)
+    gradient = torch.randn(96, 32, generator=generator).bfloat16()
+    exact = gradient.double().square().sum().item()
+    for count in (1, 3, 4):
+        parts = [nn.Parameter(torch.zeros_like(part)) for part in gradient.chunk(count)]
+        for part, own in zip(parts, gradient.chunk(count), strict=True):
+            part.grad = own.clone()
+        assert store_of(*parts).norm_squared() == pytest.approx(exact, rel=1e-6), count
+
+
 def test_shares_of_a_replicated_parameter_add_up_to_one_norm() -> None:
     def share(*_: int) -> float:
         weight = nn.Parameter(torch.zeros(2))

@@ -167,6 +167,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_run(
     [
         (),
         ("train.dtype=bfloat16",),
+        ("train.dtype=bfloat16", "train.stochastic_rounding=true"),
         ("train.dtype=bfloat16", "train.master_weights=true"),
         ("train.dtype=bfloat16", "train.master_weights=true", "checkpoint.moments=int8"),
     ],

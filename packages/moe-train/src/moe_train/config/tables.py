@@ -153,7 +153,11 @@ class Config:
         return replace(self, **changed)
 
     def _check_tensor_parallel(self) -> None:
-        algorithms = [self.optimizer.name, *(group.algorithm for group in self.param_groups)]
+        muon = [
+            group.place + ".algorithm" for group in self.param_groups if group.algorithm == "muon"
+        ]
+        if self.optimizer.name == "muon":
+            muon.append("optimizer.name")
         for layout in self.parallel.layouts:
             if layout.tp > 1 and self.moe.shared_expert_overlap:
                 raise TrainValueError(
@@ -161,10 +165,10 @@ class Config:
                     "moe.shared_expert_overlap=true runs while others travel; take one of them out"
                 )
             for name, size, other in (("tp", layout.tp, "cp"), ("etp", layout.etp, "ep")):
-                if size > 1 and "muon" in algorithms:
+                if size > 1 and muon:
                     raise TrainValueError(
                         f"parallel.{name}={size} cuts matrices among ranks, and muon needs whole "
-                        f'ones; use optimizer.name="adamw", or parallel.{other} instead of {name}'
+                        f'ones; use {muon[0]}="adamw", or parallel.{other} instead of {name}'
                     )
             self._check_etp(layout.etp)
 

@@ -175,6 +175,11 @@ class TrainConfig(Table):
         on_resume="free",
     )
 
+    @property
+    def state_dtype(self) -> str:
+        """The number format of moments, and of what is updated."""
+        return "float32" if self.master_weights or self.stochastic_rounding else self.dtype
+
     def _check(self) -> None:
         if self.master_weights and self.dtype == "float32":
             raise TrainValueError(

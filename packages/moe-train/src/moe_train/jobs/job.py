@@ -272,16 +272,9 @@ def _say_device(config: Config) -> None:
             "model.experts_fp8=true needs CUDA devices of compute capability 9.0 or more, and the "
             "job runs on the CPU; leave it out"
         )
-    if config.train.offload_activations and device.type == "cpu" and rank_number() == 0:
-        logger.warning(
-            "warning: train.offload_activations=true does nothing on the CPU, whose activations "
-            "are in the host's memory already"
-        )
-    if config.train.offload_optimizer and device.type == "cpu" and rank_number() == 0:
-        logger.warning(
-            "warning: train.offload_optimizer=true saves nothing on the CPU, whose states are in "
-            "the host's memory already; they are copied to and fro"
-        )
+    if rank_number() == 0:
+        for line in _idle_keys(config, device):
+            logger.warning("warning: %s", line)
     falls_back = device.type == "cpu" and config.train.device == "auto"
     if falls_back and torch.cuda.is_available() and rank_number() == 0:
         logger.warning(
@@ -289,6 +282,33 @@ def _say_device(config: Config) -> None:
             "(%d) than ranks; start fewer ranks to use them",
             torch.cuda.device_count(),
         )
+
+
+def _idle_keys(config: Config, device: torch.device) -> Iterator[str]:
+    """A line for each key that is set and has no effect, or little, beside others."""
+    train, parallel = config.train, config.parallel
+    if train.offload_activations and device.type == "cpu":
+        yield (
+            "train.offload_activations=true does nothing on the CPU, whose activations are in the "
+            "host's memory already"
+        )
+    if train.offload_optimizer and device.type == "cpu":
+        yield (
+            "train.offload_optimizer=true saves nothing on the CPU, whose states are in the host's "
+            "memory already; they are copied to and fro"
+        )
+    if train.gradient_accumulation_fusion and train.master_weights:
+        yield (
+            "train.gradient_accumulation_fusion=true does nothing with train.master_weights=true, "
+            "which adds each gradient up in float32"
+        )
+    elif train.gradient_accumulation_fusion and parallel.sharding > 1:
+        yield (
+            f"train.gradient_accumulation_fusion=true does little with parallel.sharding="
+            f"{parallel.sharding}, which sums gradients of layers after each microbatch"
+        )
+    if parallel.cp_attention == "ring" and all(layout.cp == 1 for layout in parallel.layouts):
+        yield 'parallel.cp_attention="ring" does nothing with parallel.cp=1'
 
 
 def _check_store(config: Config, folder: Location, *, resuming: bool) -> None:

@@ -84,7 +84,8 @@ class JobLayout:
         return max((n for n in range(1, ep) if ep % n == 0), default=1)
 
     def applied(self, config: Config) -> Config:
-        """The job under this layout alone, without states on nodes.
+        """The job under this layout alone, without states on nodes; with its uneven parts of the
+        experts where as many ranks share them out.
 
         Raises:
             ValueError: the batch does not divide.
@@ -96,6 +97,8 @@ class JobLayout:
         }
         if self.values[_SCHEDULE] != config.parallel.schedule:  # what only the job's own keeps
             keys |= {"parallel.stages_per_rank": None, "parallel.memory_limit_mib": None}
+        if self.values["parallel.ep"] != config.parallel.ep:
+            keys |= {"parallel.expert_parts": ()}
         return config.with_keys(keys | dict(self.keys))
 
 

@@ -173,9 +173,8 @@ def _dtype_notes(own: Config, config: Config, source: Path | Location) -> list[s
         lines.append("master weights: those of the checkpoint are dropped, rounded weights go on")
     elif had.dtype == "bfloat16" and has.dtype == "float32":
         lines.append("weights: the bfloat16 weights of the checkpoint, which has no master weights")
-    old, new = ("float32" if t.master_weights else t.dtype for t in (had, has))
-    if old != new:
-        lines.append(f"optimizer moments: converted from {old} to {new}")
+    if had.state_dtype != has.state_dtype:
+        lines.append(f"optimizer moments: converted from {had.state_dtype} to {has.state_dtype}")
     return lines
 
 

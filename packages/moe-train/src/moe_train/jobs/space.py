@@ -30,12 +30,13 @@ def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
     a moving average.
     """
     train = config.train
-    weight_bytes = torch.finfo(getattr(torch, train.dtype)).bits // 8
+    weight_bytes, state_bytes = (
+        torch.finfo(getattr(torch, dtype)).bits // 8 for dtype in (train.dtype, train.state_dtype)
+    )
     layouts = whole_layouts(model)
     sizes = {name: math.prod(layout.global_shape) for name, layout in layouts.items()}
     rules = rules_of_job(config, model)
     trained = chosen_names("train.trainable", train.trainable, model) & rules.keys()
-    state_bytes = 4 if train.master_weights else weight_bytes
     adamw_bytes = 2 * (state_bytes if config.checkpoint.moments == "exact" else _INT8_BYTES)
     moment_bytes = {"adamw": adamw_bytes, "muon": state_bytes}
     masters = state_bytes if train.master_weights else 0

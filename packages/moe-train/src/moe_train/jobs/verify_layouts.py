@@ -7,7 +7,6 @@ losses and the gradient norms before clipping are compared with those of the fir
     print(report.text); report.holds
 """
 
-import dataclasses
 import json
 import logging
 import math
@@ -27,6 +26,16 @@ from moe_train.training import read_model_config
 
 logger = logging.getLogger(__name__)
 
+_COMPARED = {
+    "train.dtype": "float32",
+    "train.master_weights": False,
+    "train.stochastic_rounding": False,
+    "train.grad_reduce_dtype": None,
+    "model.experts_fp8": False,
+    "moe.dispatch_backend": "torch",
+    "moe.dispatch_payload": "full",
+    "moe.dispatch_quantize_backward": False,
+}
 _STOP_TEXT = "ending after this step, without a table; a second signal (Ctrl-C) ends at once"
 
 
@@ -102,18 +111,22 @@ def verify_layouts(
 
 
 def checked_job(config: Config, steps: int) -> tuple[Config, DecoderConfig]:
-    """The job in float32, and its decoder; what needs preparing is prepared.
+    """The job in float32 throughout, and its decoder; what needs preparing is prepared.
+
+    What rounds to fewer bits, or needs a device of its own, is replaced, in a line each.
 
     Raises:
         ValueError: the job does not fit.
     """
     check_type("config", config, Config)
-    if config.train.dtype != "float32":
-        logger.info("train.dtype=%s: compared in float32 instead", config.train.dtype)
+    for name, value in _COMPARED.items():
+        table, _, key = name.partition(".")
+        asked = getattr(getattr(config, table), key)
+        if asked != value:
+            logger.info("%s=%s: compared with %s instead", name, asked, value)
     if steps > config.train.max_steps:
         logger.info("train.max_steps=%d: so many steps are compared", config.train.max_steps)
-    train = dataclasses.replace(config.train, dtype="float32", master_weights=False)
-    config = dataclasses.replace(config, train=train)
+    config = config.with_keys(_COMPARED)
     model = read_model_config(config)
     check_model(config, model)
     check_tokenizer(config, model, prepare(config).tokenizer)

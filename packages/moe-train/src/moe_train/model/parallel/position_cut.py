@@ -73,7 +73,7 @@ def _taken(runs: Sequence[range], part: range) -> list[range]:
         if low < high:
             found.append(run[low - first : high - first])
         first += len(run)
-    return found or [range(0)]
+    return found or [runs[-1][len(runs[-1]) :]]  # nothing, behind the last one
 
 
 WHOLE = PositionCut(rank=0, size=1)

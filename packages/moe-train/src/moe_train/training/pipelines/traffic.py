@@ -308,9 +308,8 @@ def _relayouts(job: _Job) -> Iterator[Traffic]:
 def _state(job: _Job) -> Iterator[tuple[torch.dtype, set[str]]]:
     """What is kept between steps: a format of numbers, and of which parameters."""
     yield job.dtype, _names(job)
-    masters = job.config.train.master_weights
-    exact = torch.float32 if masters or job.config.train.stochastic_rounding else job.dtype
-    for _ in range(2 + masters):
+    exact = getattr(torch, job.config.train.state_dtype)
+    for _ in range(2 + job.config.train.master_weights):
         yield exact, _trained(job)
 
 
