@@ -219,15 +219,12 @@ class TrainingLoop:
             logger.info("step %d begins in the layout %s; %s", step + 1, told, moved)
 
     def first_steps(self, count: int, context: RankContext) -> Iterator[StepResult]:
-        """The results of the next steps, at most `count`, without validation and checkpoints; the
-        last one is that after which any rank was asked to stop.
-
-        Collective over all ranks, which take as many.
+        """The results of the next steps, at most `count`, without validation and checkpoints, up to
+        that of which any rank was asked to stop. Collective over all ranks, which take as many.
         """
         with self._loader() as loader:
             for _ in range(min(count, self.config.train.max_steps - self.position.step)):
-                result = self._step(loader, stop=context.stop_requested)
-                yield result
+                yield (result := self._step(loader, stop=context.stop_requested))
                 if result.stop_requested:
                     return
 
