@@ -29,9 +29,11 @@ def deny(call: Caller, peer: int, question: bytes) -> None:
 def pass_on(call: Caller, told: Sequence[bytes]) -> None:
     """Tell who waits for this rank that it waits as well: not in a backward, which may be served.
 
-    `told` is what those that are missing say of their own waits.
+    `told` is what those that are missing say of their own waits. First they hear which questions of
+    other threads are over.
     """
     state = call.state
+    state.prepare()
     if call.backward_of is None and state.moves_on_host:
         at = WaitId(state.global_rank, state.name, -call.number)
         own = Waits(at, f"{call}, {call.describe()}")

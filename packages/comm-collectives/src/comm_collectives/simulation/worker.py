@@ -67,7 +67,7 @@ class _Future(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """As usual, in virtual time."""
         if timeout is None:
-            self._awaiting.begin()
+            self._awaiting.begin(self)
         try:
             self._block(None if timeout is None else self._scheduler.now_s + timeout)
         finally:

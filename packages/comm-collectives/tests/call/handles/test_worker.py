@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future
 
 from comm_collectives.call.handles.worker import Awaiting, Worker
+from comm_collectives.threads import Thread, Threads, this_thread
 
 
 class _Owner:
@@ -44,11 +45,39 @@ def test_a_job_that_waits_behind_a_slow_one_runs_on_a_thread_that_waits_or_the_w
 
 
 def test_a_program_is_blocked_only_when_all_its_threads_wait() -> None:
-    awaiting, me = Awaiting(), threading.get_ident()
+    awaiting, me, job = Awaiting(), this_thread(), Future[int]()
+    other: list[Thread] = []
+    looks = threading.Event()
+    thread = threading.Thread(target=lambda: (other.append(this_thread()), looks.wait(60)))
+    thread.start()
+    while not other:
+        time.sleep(0.001)
     awaiting.use()
-    assert not awaiting.is_all(())
-    awaiting.begin()
+    assert not awaiting.is_all(set())
+    awaiting.begin(job)
     assert awaiting.is_all({me})
-    assert not awaiting.is_all({me, me + 1})  # another thread may still make a transfer
+    assert not awaiting.is_all({me, *other})  # another thread may still make a transfer
+    looks.set()
+    thread.join()
+    job.set_result(1)
+    assert not awaiting.is_all({me}), "it goes on, though it has not noted that"
+    awaiting.begin(Future())
     awaiting.end()
-    assert not awaiting.is_all(())
+    assert not awaiting.is_all(set())
+
+
+def test_threads_that_have_ended_are_none_of_them_whatever_their_number() -> None:
+    users, here, numbers = Threads(), this_thread(), list[int]()
+    users.add()
+
+    def use() -> None:
+        users.add()
+        if users.alive() == {here, this_thread()}:
+            numbers.append(threading.get_ident())
+
+    for _ in range(20):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        assert users.alive() == {here} == {this_thread()}
+    assert len(numbers) == 20 > len(set(numbers)), "numbers of threads are used again"

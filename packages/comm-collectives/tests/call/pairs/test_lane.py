@@ -9,6 +9,7 @@ import torch
 
 import comm_collectives as cc
 from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.pairs import pair
 from comm_collectives.call.pairs.lane import Lane
 from comm_collectives.errors import MismatchError
 from ranktest import more_than_sockets_hold, run_ranks
@@ -211,3 +212,34 @@ def test_ranks_without_part_in_a_transfer_hear_that_both_left_the_call() -> None
         return cc.all_reduce(torch.tensor([1.0])).item()
 
     assert run_ranks(fn, 3, timeout_s=60) == [3, 3, 3]
+
+
+def test_a_message_for_which_there_was_no_memory_comes_whole_to_who_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fn(rank: int, world_size: int) -> list[int]:
+        cc.all_reduce(torch.ones(1))
+        if rank:
+            for number in range(3):
+                cc.isend_tensors([torch.full((5,), number), torch.ones(number)], dst=0).wait()
+            return []
+        made, left = pair.from_bytes, [2]
+
+        def make(*args: object) -> torch.Tensor:
+            if left[0]:
+                left[0] -= 1
+                raise torch.OutOfMemoryError("no memory for it")
+            return made(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(pair, "from_bytes", make)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no memory for it"):
+                cc.recv_tensors(src=1)
+        found = []
+        for number in range(3):
+            five, ones = cc.recv_tensors(src=1)
+            assert five.tolist() == [number] * 5 and len(ones) == number
+            found.append(number)
+        return found
+
+    assert run_ranks(fn, 2, timeout_s=60) == [[0, 1, 2], []]

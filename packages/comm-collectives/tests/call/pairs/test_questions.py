@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.call.groups import group_state
+from comm_collectives.call.groups import GroupState, group_state
 from comm_collectives.call.pairs import Lane
 from comm_collectives.collectives import drop_in
-from comm_collectives.errors import MismatchError
+from comm_collectives.errors import CollectiveTimeoutError, MismatchError
 from ranktest import (
     can_leave_shared_memory,
     leave_shared_memory,
@@ -332,3 +332,103 @@ def test_calls_and_transfers_of_many_groups_that_come_about_are_no_circle(
             _ = handle.wait() if isinstance(handle, cc.Handle) else handle
 
     run_ranks(fn, 4, timeout_s=_LIMIT_S)
+
+
+def _total(group: dist.ProcessGroup | None = None) -> float:
+    """From one place on every rank."""
+    return cc.all_reduce(torch.ones(1), group=group).item()
+
+
+def test_a_receive_behind_one_that_timed_out_is_no_circle_with_who_has_sent_for_it() -> None:
+    """It waits for the first message, which travels while its sender is in a call."""
+
+    def fn(rank: int, world_size: int) -> float:
+        _total()
+        if rank == 1:
+            time.sleep(2.5)  # the second receive has asked by then
+            handle = cc.send(torch.ones(_LARGE), dst=0, async_op=True)
+            total = _total()
+            handle.wait()
+            return total
+        first = cc.recv(src=1, timeout_s=1.0, async_op=True)
+        second = cc.recv(src=1, async_op=True)
+        with pytest.raises(CollectiveTimeoutError):
+            first.wait()
+        assert second.wait().sum().item() == _LARGE
+        return _total()
+
+    assert run_ranks(fn, 2, timeout_s=_LIMIT_S) == [2.0, 2.0]
+
+
+def test_a_question_that_is_over_is_taken_back_though_another_thread_was_in_a_call() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        one = dist.new_group()
+        _total(one)
+        if rank == 1:
+            time.sleep(3.0)
+            _total(one)
+            return _total(one)  # before the other comes
+
+        def call() -> None:
+            time.sleep(0.8)  # when the receive has asked
+            _total(one)
+
+        other = threading.Thread(target=call)
+        other.start()
+        with pytest.raises(CollectiveTimeoutError):
+            cc.recv(src=1, group=one, timeout_s=1.5)
+        other.join()
+        time.sleep(1.5)
+        return _total(one)
+
+    assert run_ranks(fn, 2, timeout_s=_LIMIT_S) == [2.0, 2.0]
+
+
+def test_a_thread_that_has_ended_keeps_no_circle_from_being_told() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        _total()
+        for _ in range(3):
+            turn = cc.send if rank else cc.recv
+            thread = threading.Thread(
+                target=lambda turn=turn: turn(torch.ones(1), dst=0) if rank else turn(src=1)
+            )
+            thread.start()
+            thread.join()
+        started = time.monotonic()
+        with pytest.raises(MismatchError, match="the two ranks wait for each other"):
+            cc.recv(src=1 - rank)
+        took_s = time.monotonic() - started
+        _go_on(rank, world_size)
+        return took_s
+
+    assert max(run_ranks(fn, 2, timeout_s=_LIMIT_S)) < _LIMIT_S / 3
+
+
+def test_a_store_that_does_not_answer_delays_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        groups = [dist.new_group() for _ in range(12)]
+        for group in groups:
+            group_state(group)  # known, and of no use so far
+        _go_on(rank, world_size)
+        if rank == 1:
+            time.sleep(4.0)
+            return []
+
+        class Hung:
+            def check(self, keys: list[str]) -> bool:
+                time.sleep(60)
+                return False
+
+            def set(self, key: str, value: str) -> None:
+                time.sleep(60)
+
+        number = threading.active_count()
+        monkeypatch.setattr(GroupState, "store", lambda _: Hung())
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError):
+            cc.recv(src=1, timeout_s=2.0)
+        took_s = time.monotonic() - started
+        return [took_s, threading.active_count() - number]
+
+    took_s, threads = run_ranks(fn, 2, timeout_s=_LIMIT_S)[0]
+    assert took_s < 3.5 and threads <= 2

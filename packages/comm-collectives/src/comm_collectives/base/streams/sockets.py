@@ -130,7 +130,7 @@ class SocketStreams(Streams):
             return 0.0
         for connection in self._unnamed:
             poll.register(connection, select.POLLIN)
-        for connection in self._connecting.values():
+        for connection in list(self._connecting.values()):
             poll.register(connection, select.POLLOUT)
         if self._listener is not None and max(wanted) > self.rank:
             poll.register(self._listener, select.POLLIN)

@@ -247,8 +247,9 @@ class Launches:
         """The ranks that have ended a while ago: what they had queued would have ended too."""
         state, now_s = self._state(), time.monotonic()
         frames = None if state is None else state.frames
-        for peer in {*self._reports.gone(), *(() if frames is None else frames.streams.gone())}:
-            self._gone_since_s.setdefault(peer, now_s)
+        gone = {*self._reports.gone(), *(() if frames is None else frames.streams.gone())}
+        before = self._gone_since_s  # without those that have only changed their streams
+        self._gone_since_s = {peer: before.get(peer, now_s) for peer in gone}
         return {peer for peer, since in self._gone_since_s.items() if now_s - since > _SLOW_S}
 
     def _fail(self, kind: type[CommError], text: str) -> None:

@@ -29,6 +29,7 @@ from comm_collectives.call.agreement import AgreementPolicy, History, PendingBac
 from comm_collectives.call.frames import Frames
 from comm_collectives.call.signature import Argument
 from comm_collectives.errors import CommTypeError, CommValueError
+from comm_collectives.threads import Threads
 
 
 class Ordered:
@@ -42,12 +43,18 @@ class Ordered:
         self.worker: Any = None  # a handles.Worker, which is made on top of this
         self.last_call = 0
         self.is_alone = False  # the other ranks do not exist; see `simulation.stand_alone`
-        self.users: set[int] = set()  # the threads of the program that make calls or transfers
+        self.users = Threads()  # those of the program that make calls or transfers
+        self.questions: Any = None  # a pairs.Questions, likewise: who waits for this rank
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""
         self.last_call += 1
         return self.last_call
+
+    def prepare(self) -> None:
+        """Before a call, with the lock held: tell peers that questions of before are over."""
+        if self.questions is not None and self.questions.is_owed:
+            self.questions.give_back()
 
     def absent(self) -> str:
         """Say who has not come to the call under way, as far as is known."""
@@ -84,7 +91,6 @@ class GroupState(Ordered):
         self.pending = PendingBackwards()  # that this rank owes
         self.history = History()  # the calls since the last comparison, where not all are compared
         self.lane: Any = None  # a pairs.Lane, made on top of this: what two ranks send each other
-        self.questions: Any = None  # a pairs.Questions, likewise: who waits for this rank
         self.launches: Any = None  # a devices.Launches, made on top of this
         # Opens streams for ranks that are no processes, and start no threads of their own either.
         self.opener: Callable[[str], Streams] | None = None

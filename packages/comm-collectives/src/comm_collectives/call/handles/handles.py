@@ -9,7 +9,6 @@ the caller's stream behind it. If devices have one queue, the program waits unti
     total = handle.wait()
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -200,9 +199,10 @@ def launch(
         refuse_captured(name, "async_op=True runs it on another thread", "leave async_op out")
     worker = state.worker
     if worker is None or not worker.is_here():
-        state.users.add(threading.get_ident())
+        state.users.add()
     if not async_op and (worker is None or worker.is_here() or not worker.is_busy):
         with state.lock:
+            state.prepare()
             return run()
     if worker is None:
         worker = state.worker = Worker(f"comm_collectives {state.name}", state)
@@ -235,6 +235,7 @@ def _submit(
 
     def on_host() -> tuple[T, DeferredGraph]:
         with use_site(site), state.lock:
+            state.prepare()
             return _run_apart(run, grad)
 
     if state.is_alone:  # nobody to wait for; what it allocates is this thread's

@@ -11,13 +11,14 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 from concurrent.futures import Future
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 
 from comm_collectives.call.handles.caught import Caught
+from comm_collectives.threads import Thread, Threads, this_thread
 
 T = TypeVar("T")
 
@@ -27,24 +28,28 @@ class Awaiting:
     """The threads of a program that have jobs run for them, and those that do nothing but wait."""
 
     def __init__(self) -> None:
-        self._users: set[int] = set()
-        self._waiting: set[int] = set()
+        self._users = Threads()
+        self._waiting: dict[Thread, Future[Any]] = {}
 
     def use(self) -> None:
         """Note that this thread has a job run."""
-        self._users.add(threading.get_ident())
+        self._users.add()
 
-    def begin(self) -> None:
-        """Note that this thread waits, without a limit."""
-        self._waiting.add(threading.get_ident())
+    def begin(self, future: "Future[Any]") -> None:
+        """Note that this thread waits for a job, without a limit."""
+        self._waiting[this_thread()] = future
 
     def end(self) -> None:
         """Note that it goes on."""
-        self._waiting.discard(threading.get_ident())
+        self._waiting.pop(this_thread(), None)
 
-    def is_all(self, users: Collection[int]) -> bool:
-        """Whether these threads of the program, and those that use this, all wait here."""
-        return self._waiting.issuperset(self._users) and self._waiting.issuperset(users)
+    def is_all(self, users: Set[Thread]) -> bool:
+        """Whether these threads of the program, and those that use this, all wait here.
+
+        A thread whose job has ended goes on, though it may not have noted that yet.
+        """
+        waiting = {mark for mark, future in self._waiting.copy().items() if not future.done()}
+        return waiting >= self._users.alive() | users
 
 
 @final
@@ -134,7 +139,7 @@ class _Future(Future[T]):
         """As usual."""
         if timeout is not None or self.done():
             return super().result(timeout)
-        self._worker.awaiting.begin()
+        self._worker.awaiting.begin(self)
         try:
             self._worker.run_until(self.done)
             return super().result()

@@ -16,8 +16,8 @@ next receive. Two ranks of which each waits for the other, here or in a call, bo
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import final
 from weakref import ref
 
@@ -31,16 +31,16 @@ from comm_collectives.call.devices import (
     refuse_in_one_queue,
 )
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.handles import Awaiting, Worker
+from comm_collectives.call.handles import Awaiting, Caught, Worker
 from comm_collectives.call.pairs.held import Launch
+from comm_collectives.call.pairs.helping import FIRST_TICK_S, help_beside, is_told
 from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
 from comm_collectives.call.pairs.questions import LOOKS, Questions
 from comm_collectives.call.pairs.transfer import SendHandle, Transfer
 from comm_collectives.call.signature import current_site
-from comm_collectives.errors import CollectiveTimeoutError, CommError, MismatchError
+from comm_collectives.errors import CollectiveTimeoutError, MismatchError
 
 _LOOK_S = 0.25  # how often a waiting rank looks whether its peer is still there
-_FIRST_TICK_S, _LONGEST_TICK_S = 5e-4, 4e-3  # between two looks of the helper
 _OPENING = threading.Lock()
 _PATIENCE_S = 0.5  # before a waiting rank asks its peer whether that waits for it in turn
 _PRESS_S = 0.1  # how often one looks that has asked for what its peer waits
@@ -75,8 +75,8 @@ class Lane:
                 if lane is None:
                     lane = state.lane = Lane(state)
         if uses:
-            lane.questions.users.add(threading.get_ident())
-            state.users.add(threading.get_ident())
+            lane.questions.users.add()
+            state.users.add()
         return lane
 
     def send(
@@ -152,7 +152,7 @@ class Lane:
             MismatchError: the peer waits for this rank in its turn.
         """
         try:
-            self._wait(lambda: ticket.message is not None, transfer)
+            self._wait(lambda: ticket.message is not None, transfer, ticket)
         finally:
             if ticket.message is None:
                 with self.changed:
@@ -199,28 +199,32 @@ class Lane:
                     self._is_helped = True
                     weakref.finalize(self, self._jobs.put, None).atexit = False
                     target = (ref(self), self._jobs)
-                    threading.Thread(target=_help, args=target, daemon=True).start()
+                    threading.Thread(target=help_beside, args=target, daemon=True).start()
 
     def help(self) -> bool:
         """Send and read ahead what is possible; whether anything of that is left."""
-        is_left = False
+        is_left = self.questions.is_owed and not self.questions.give_back()
         for pair in self.pairs.values():
-            with suppress(CommError):  # who waits for it gets the error
+            with Caught(Exception) as caught:
                 is_left |= not pair.flush()
                 if not pair.has_expected() and pair.peer not in self._streams.gone():
                     is_left = True
                     self._read([pair], pair.has_expected)
+            if is_told(caught):  # such as no memory for it: who waits for it tries again
+                with self.changed:
+                    pair.is_expecting = False
         return is_left
 
     def _help_in_turn(self) -> None:
         """As the helper, where this is no thread but a task."""
-        tick_s = _FIRST_TICK_S
+        tick_s = FIRST_TICK_S
         while True:
             while not self._jobs.empty():
                 job = self._jobs.get_nowait()
                 if job is not None:
-                    with suppress(CommError):
+                    with Caught(Exception) as caught:
                         job()
+                    is_told(caught)
             if not self.help():
                 return
             sends = [pair.peer for pair in self.pairs.values() if not pair.flush()]
@@ -268,8 +272,10 @@ class Lane:
                     self.changed.notify_all()
         return bool(own)
 
-    def _wait(self, is_done: Callable[[], bool], transfer: Transfer) -> None:
-        """Send and read until something is done."""
+    def _wait(
+        self, is_done: Callable[[], bool], transfer: Transfer, ticket: Ticket | None = None
+    ) -> None:
+        """Send and read until something is done; a `ticket` is that of a receive."""
         limit_s = transfer.limit_s or transfer.state.transport.limit_s
         pairs, start_s = self._pairs_of(_peer_of(transfer)), self._clock.now_s()
         now_s, has_asked = start_s, False
@@ -282,6 +288,7 @@ class Lane:
                 if is_done():
                     break
                 self._check_peer(transfer, is_done, pairs)
+                transfer = self._placed_anew(transfer, ticket)
                 self._heed(transfer)
                 now_s = self._clock.now_s()
                 if now_s - start_s >= _PATIENCE_S and self._may_ask(transfer):
@@ -294,6 +301,18 @@ class Lane:
                 self.questions.take_back(transfer)
                 self.later(int)
 
+    def _placed_anew(self, transfer: Transfer, ticket: Ticket | None) -> Transfer:
+        """The receive with the place that its message has by now.
+
+        It comes earlier than was thought when the receive was asked for if one before it has left
+        without a message: after its limit, with an error, or with another rank's message.
+        """
+        if ticket is None or transfer.src == ANY_RANK:
+            return transfer
+        with self.changed:
+            place = self.pairs[transfer.peer].place_of(ticket)
+        return transfer if place == transfer.place else replace(transfer, place=place)
+
     def _hear_out(self, transfer: Transfer) -> None:
         """Raise if the peer refused a message and then read it away, which made room to send it.
 
@@ -302,7 +321,7 @@ class Lane:
         pair = self.pairs[transfer.peer]
         for _ in range(LOOKS):  # until no other thread is about to read it
             if self._read(
-                [pair], lambda: pair.has_refused(transfer.key, transfer.place), _FIRST_TICK_S
+                [pair], lambda: pair.has_refused(transfer.key, transfer.place), FIRST_TICK_S
             ):
                 break
         self._heed(transfer)
@@ -317,6 +336,8 @@ class Lane:
     ) -> None:
         """Raise if the peer is gone, and what it had sent is read."""
         frames = transfer.state.frames
+        if transfer.state.asks_for_memory:
+            frames = None  # ranks that share memory close these streams one after another
         gone = {*self._streams.gone(), *(() if frames is None else frames.streams.gone())}
         is_gone = gone.issuperset(pair.peer for pair in pairs)
         if is_gone and self._read(pairs, is_done) and not is_done():
@@ -361,26 +382,3 @@ def _placed(transfer: Transfer) -> str:
 
 def _peer_of(transfer: Transfer) -> int:
     return ANY_RANK if transfer.src == ANY_RANK else transfer.peer
-
-
-def _help(lane_of: "ref[Lane]", jobs: "SimpleQueue[Callable[[], object] | None]") -> None:
-    """Run jobs, and look after what is under way as long as there is any."""
-    tick_s: float | None = None
-    while True:
-        try:
-            job = jobs.get(timeout=tick_s)
-            if job is None:
-                return
-            with suppress(CommError):  # the peer, who waits for it, has an error of its own
-                job()
-            del job  # what it holds must not live until the next one comes
-            tick_s = None
-        except Empty:
-            pass
-        lane = lane_of()
-        if lane is None:
-            return
-        is_left = lane.help()
-        del lane
-        longest_s = min(_LONGEST_TICK_S, 2 * (tick_s or _FIRST_TICK_S))
-        tick_s = longest_s if is_left else None

@@ -9,7 +9,6 @@ for it; the memory of what is sent is kept until then.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Condition
@@ -98,6 +97,7 @@ class Pair:
         self.peer, self.is_reading, self.is_expecting = peer, False, False
         # Questions to the peer so far, the one that is open, and those of the peer that are over.
         self.asked = self.open = self.over = 0
+        self.open_place = 0  # of the message that the open one is about
         self.held = HeldSends(transport, peer, holds=streams.rank > peer, launch=launch)
         self._grants = streams.rank < peer
         self._streams, self._transport, self._changed = streams, transport, changed
@@ -175,13 +175,18 @@ class Pair:
         waiting = self._arrived.get(ticket.key)
         if waiting and ticket.message is None:
             ticket.message = waiting.popleft()
+            if not waiting:
+                del self._arrived[ticket.key]
         elif ticket.message is None:
             self._tickets[ticket.key].append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Leave the message to the next receive; call with `changed` held."""
-        with suppress(ValueError):
-            self._tickets[ticket.key].remove(ticket)
+        tickets = self._tickets.get(ticket.key)
+        if tickets and ticket in tickets:
+            tickets.remove(ticket)
+        if not tickets:
+            self._tickets.pop(ticket.key, None)
 
     def forget(self, key: int) -> None:
         """Discard the message of a key when it comes. A finaliser may call this."""
@@ -202,6 +207,14 @@ class Pair:
         open_tickets = [t for t in self._tickets.get(key, ()) if t.message is None]
         void = sum(of == key for of, _ in self.void)  # which come first, and go to nobody
         return self.came[key] - len(self._arrived.get(key, ())) + len(open_tickets) + void + 1
+
+    def place_of(self, ticket: Ticket) -> int:
+        """The number of the message that comes to a ticket; call with `changed` held."""
+        if ticket.message is not None:
+            return ticket.message.place
+        before = [t for t in self._tickets.get(ticket.key, ()) if t.message is None]
+        late = len(before) - before.index(ticket)
+        return self.place_of_next(ticket.key) - late
 
     def read(self, enough: Callable[[], bool]) -> None:
         """Read what is there until that is enough; only by who set `is_reading`."""
@@ -238,8 +251,8 @@ class Pair:
             frame = self._link.look()
             if frame is None:
                 return False
-            self._link.take()
             if frame.kind != Word.MESSAGE:
+                self._link.take()
                 self._hear(frame)
                 return True
             self._begin(frame)
@@ -265,19 +278,25 @@ class Pair:
             self.said.append(said)
 
     def _begin(self, frame: Frame) -> None:
+        """Take a message's frame once there is memory for it: who has none may try again."""
         header = TransferHeader.unpack(frame.part)
         if header is None:
+            self._link.take()
             raise MismatchError(f"rank {self.peer} of the group sent what is no transfer")
-        self._header = frame, header
+        tensors: list[torch.Tensor] = []
+        rooms: list[memoryview] = []
         apart: list[torch.Tensor] = []
         for dtype, shape, kind in zip(header.dtypes, header.shapes, header.travels, strict=True):
             device = self._transport.place(kind)
             flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=device)
-            self._tensors.append(from_bytes(flat, dtype, shape))
+            tensors.append(from_bytes(flat, dtype, shape))
             if flat.numel() and kind == "cpu":
-                self._rooms.append(memory_of(flat))
+                rooms.append(memory_of(flat))
             elif flat.numel():
                 apart.append(flat)
+        self._link.take()
+        self._header, self._tensors = (frame, header), tensors
+        self._rooms.extend(rooms)
         with self.sending:  # so that the peer hears of this rank's transfers in their order
             recv = self._transport.recv
             self._works = self._launch(
@@ -309,6 +328,8 @@ class Pair:
                 tickets.popleft().message = message
             else:
                 self._arrived[key].append(message)
+            if not tickets:
+                del self._tickets[key]  # a backward has a key of its own for each of its transfers
             if key == 0:
                 self.is_expecting = False
             self._changed.notify_all()

@@ -20,16 +20,18 @@ import itertools
 import json
 import struct
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import Any, NamedTuple, final
+from weakref import ref
 
 from comm_collectives.call.frames import Kind
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import Awaiting
 from comm_collectives.call.pairs.pair import Pair, Said, Word
+from comm_collectives.call.pairs.spoken_of import SpokenOf
 from comm_collectives.call.pairs.transfer import Transfer
 from comm_collectives.errors import CommError, MismatchError
+from comm_collectives.threads import Thread, Threads, this_thread
 from comm_collectives.units import POLL_S
 
 _HEAD = struct.Struct("<?qqq")  # is it a send, key and place of the message, its own number
@@ -37,8 +39,6 @@ _NUMBERS = itertools.count(1)
 _BEGINNING = threading.Lock()
 LOOKS = 20
 _CROSSED = "the two ranks wait for each other"
-_STORE_S = 1.0  # how long the store may take
-_SPOKEN_OF = "comm_collectives/waits/{}"  # in the store: somebody waits in this group
 
 
 class WaitId(NamedTuple):
@@ -90,12 +90,14 @@ class Questions:
 
     def __init__(self, open_lane: Callable[[GroupState], Any]) -> None:
         self._open_lane = open_lane
-        self.users: set[int] = set()
+        self.users = Threads()
         self._asked: int | None = None  # the peer that has the open question
+        # Peers whose question is over, which they have not been told: another thread was in a call.
+        self._owed: dict[int, ref[GroupState]] = {}
         self._heard: dict[int, Question] = {}  # from ranks that wait for a transfer of this one
         self._ahead: dict[int, int] = {}  # calls in which ranks wait for this one
         self._told: dict[int, tuple[int, Chain]] = {}  # to whom, for which wait, what
-        self._is_known, self._looks_at_s = False, 0.0
+        self._spoken_of = SpokenOf()
 
     @staticmethod
     def of(state: GroupState, open_lane: Callable[[GroupState], Any]) -> "Questions":
@@ -108,7 +110,27 @@ class Questions:
 
     def is_blocked(self, awaiting: Awaiting | None) -> bool:
         """Whether no thread that makes transfers here can do any, for those `awaiting` it."""
-        return _is_all(awaiting, self.users)
+        return _is_all(awaiting, self.users.alive())
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a peer is yet to hear that a question is over."""
+        return bool(self._owed)
+
+    def give_back(self) -> bool:
+        """Tell peers that questions are over; False if another thread is in a call just now."""
+        for peer, of in list(self._owed.items()):
+            state = of()
+            if state is not None:
+                if not state.lock.acquire(blocking=False):
+                    return False
+                try:
+                    if self._owed.pop(peer, None) is not None:
+                        state.reach().say(Kind.QUESTION, [peer], b"")
+                finally:
+                    state.lock.release()
+            self._owed.pop(peer, None)
+        return True
 
     def ask(self, transfer: Transfer, text: str) -> None:
         """Tell the peer for what this rank waits, and who waits for it what else they wait for.
@@ -118,14 +140,15 @@ class Questions:
         """
         state, pair = transfer.state, self._pair(transfer.state, transfer.peer)
         is_send = transfer.src == state.rank
-        if not pair.open:
+        if not pair.open or pair.open_place != transfer.place:
             pair.open = pair.asked = next(_NUMBERS)
-            self._asked = None
+            pair.open_place, self._asked = transfer.place, None
             if not is_send:
                 pair.say(Word.AWAITED, transfer.key, transfer.place, f"{pair.open}\n{text}")
         if self._asked is None and state.lock.acquire(blocking=False):
             question = Question(is_send, transfer.key, transfer.place, pair.open, text)
             try:
+                self._owed.pop(transfer.peer, None)  # this one stands in its place
                 state.reach().say(Kind.QUESTION, [transfer.peer], question.pack())
                 self._asked = transfer.peer
             finally:
@@ -139,11 +162,9 @@ class Questions:
         asked, self._asked, pair.open = self._asked, None, 0
         if transfer.src == transfer.peer:
             pair.say(Word.AWAITED, transfer.key, transfer.place, "")
-        if asked is not None and state.lock.acquire(blocking=False):
-            try:
-                state.reach().say(Kind.QUESTION, [asked], b"")
-            finally:
-                state.lock.release()
+        if asked is not None:
+            self._owed[asked] = ref(state)
+            self.give_back()  # or the helper, or whoever makes a call here
         self.fall_silent(state)
 
     def pass_on(
@@ -156,7 +177,7 @@ class Questions:
         is_all = _all_wait(state, awaiting)
         if not is_all and not self.is_blocked(awaiting):
             return
-        self._make_known(state)
+        self._spoken_of.make_known(state)
         chains = [chain for data in told if (chain := _read(data, own.at.number))]
         others = (_without(own.at.rank, chain) for chain in chains)
         chain = own, *max(others, key=len, default=())
@@ -244,33 +265,12 @@ class Questions:
         is_coming = question.is_send and pair.is_receiving(key, place)
         return done < place and question.number > pair.over and not is_coming
 
-    def _make_known(self, state: GroupState) -> None:
-        """Let the others know, once, that there is something to hear in this group."""
-        if not self._is_known and state.opener is None:
-            self._is_known = True
-            key = _SPOKEN_OF.format(state.name)
-            state.transport.clock.aside(lambda: state.store().set(key, "1"), _STORE_S)
-
-    def _is_spoken_of(self, state: GroupState) -> bool:
-        """Whether a rank waits in a group of which this rank has made no use."""
-        if self._is_known or time.monotonic() < self._looks_at_s:
-            return self._is_known
-        self._looks_at_s = time.monotonic() + _STORE_S / 4
-        key, found = _SPOKEN_OF.format(state.name), [False]
-
-        def look() -> None:
-            found[0] = state.store().check([key])
-
-        state.transport.clock.aside(look, _STORE_S)
-        self._is_known = found[0]
-        return found[0]
-
     def _hear(self, state: GroupState) -> None:
         """Read who waits for this rank here, unless another thread is in a call."""
         if state.size == 1 or not state.lock.acquire(blocking=False):
             return
         try:
-            if state.frames is None and not self._is_spoken_of(state):
+            if state.frames is None and not self._spoken_of.is_known(state):
                 return
             asked, ahead = state.reach().waiting()
             self._heard = {peer: Question.unpack(data) for peer, data in asked.items()}
@@ -358,16 +358,14 @@ def _describe(circle: Chain) -> str:
     return f"{several} ranks wait for each other{named}: {'; '.join(texts)}"
 
 
-def _is_all(awaiting: Awaiting | None, users: Collection[int]) -> bool:
-    if awaiting is not None:
-        return awaiting.is_all(users)
-    return {threading.get_ident()}.issuperset(users)
+def _is_all(awaiting: Awaiting | None, users: Set[Thread]) -> bool:
+    return users <= {this_thread()} if awaiting is None else awaiting.is_all(users)
 
 
 def _all_wait(state: GroupState, awaiting: Awaiting | None) -> bool:
     """Whether all threads that ever used a group of this rank wait here, or have ended."""
-    users = {thread for each in state.siblings() for thread in each.users}
-    return bool(users) and _is_all(awaiting, users & {one.ident for one in threading.enumerate()})
+    users = {thread for each in state.siblings() for thread in each.users.alive()}
+    return bool(users) and _is_all(awaiting, users)
 
 
 def _leave_call(
