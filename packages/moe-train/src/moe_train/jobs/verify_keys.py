@@ -54,7 +54,11 @@ class KeyCheck:
 
 # bfloat16 keeps 8 bits: a loss is a mean over tokens, of which few are rounded the other way; a
 # norm is that of sums of few tokens, some of which go to other experts.
-_LOW = (5e-3, 5e-2)
+_LOW = (5e-3, 1e-1)
+# Moved biases bring experts together: of some thousand choices one is nearer to a tie than float32
+# rounds, and goes to another expert in another layout. With the choices of one rank replayed
+# (`moe.replay_routing`) the numbers are within the limit of a layout.
+_TIES = (1e-4, 1e-3)
 KEY_CHECKS = (
     KeyCheck(keys={"moe.capacity_factor": 1.0}),
     KeyCheck(keys={"moe.capacity_factor": 1.0, "moe.token_drop_policy": "position"}),
@@ -67,7 +71,7 @@ KEY_CHECKS = (
         }
     ),
     KeyCheck(keys={"moe.z_loss_coef": 0.01}),
-    KeyCheck(keys={"moe.update_expert_bias": True}),
+    KeyCheck(keys={"moe.update_expert_bias": True}, limits=_TIES),
     KeyCheck(keys={"moe.dispatch_payload": "float8_e4m3"}, limits=_LOW),
     KeyCheck(
         keys={"moe.dispatch_payload": "int8", "moe.dispatch_quantize_backward": True}, limits=_LOW
