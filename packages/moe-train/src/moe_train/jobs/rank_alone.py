@@ -68,8 +68,7 @@ def record_steps(
     """Build this rank and train it on random tokens. Collective, unless it is alone."""
     model = read_model_config(config)
     # What lives in the host's memory, such as offloaded states, is not the device's.
-    device = parallel.device
-    with TraceRecorder(device=device, labels=LABELS, all_threads=True) as recorder:
+    with TraceRecorder(device=parallel.device, labels=LABELS, all_threads=True) as recorder:
         memory = RankMemory(rank=parallel.rank, recorder=recorder)
         with memory.phase("build"):
             runner, _ = build_runner(config, model, parallel, {}, schedule)

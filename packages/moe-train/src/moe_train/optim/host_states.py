@@ -75,13 +75,14 @@ class HostStates:
             self._streams.loads.wait_stream(torch.cuda.current_stream(self._device))
             self._streams.loads.wait_stream(self._streams.stores)
         try:
+            for part in parts[:1]:
+                self._come(slots[0], part)
             for number, part in enumerate(parts):
-                if number == 0:
-                    self._come(slots[0], part)
                 if number + 1 < len(parts):
                     self._come(slots[(number + 1) % 2], parts[number + 1])
                 slot = slots[number % 2]
-                self._await(slot)
+                if slot.come is not None:
+                    torch.cuda.current_stream(self._device).wait_event(slot.come)
                 yield slot.tensors
                 self._go(slot, part)
         finally:
@@ -105,10 +106,6 @@ class HostStates:
                 here.copy_(tensor, non_blocking=True)
             if self._streams is not None:
                 slot.come = self._streams.loads.record_event()
-
-    def _await(self, slot: "_Slot") -> None:
-        if slot.come is not None:
-            torch.cuda.current_stream(self._device).wait_event(slot.come)
 
     def _go(self, slot: "_Slot", part: Sequence[Tensor]) -> None:
         """Send a part back, behind what the current stream has computed on it."""

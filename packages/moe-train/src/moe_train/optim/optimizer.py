@@ -8,7 +8,7 @@ rule for each parameter, rounding by chance, and states that live in the host's 
     optimizer.step(gradients, lr=3e-4)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -90,21 +90,19 @@ class Optimizer:
             if (chosen := {n: t for n, t in self._held.items() if rules[n].algorithm == algorithm})
             for moment in names
         }
-        self._parts = self._cut()
+        stays = self._host is None and self._rounding is None
+        self._parts = [[Piece(name) for name in self._held]] if stays else self._cut()
         self._num_updates_of = {
             piece: torch.zeros((), dtype=torch.float32, device=self._held[piece.name].device)
             for part in self._parts
             for piece in part
         }
         # Updates of tensors that stay where they are are made once.
-        self._kept: TorchUpdates | None = None
-        if self._host is None and self._rounding is None:
-            self._kept = self._updates(self._parts[0], self._states(self._parts[0]))
+        self._kept = self._updates(self._parts[0], self._states(self._parts[0])) if stays else None
 
     def _zeros(self, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors shaped as these, in the dtype of updates, where states live."""
-        exact = torch.float32 if self._is_exact else None
-        dtypes = {name: exact or like.dtype for name, like in likes.items()}
+        dtypes = {n: torch.float32 if self._is_exact else t.dtype for n, t in likes.items()}
         if self._host is None:
             return {n: torch.zeros_like(like, dtype=dtypes[n]) for n, like in likes.items()}
         found: dict[str, Tensor] = {}
@@ -113,9 +111,7 @@ class Optimizer:
         return {name: found[name] for name in likes}
 
     def _cut(self) -> list[list[Piece]]:
-        """What is updated together: all, or little enough for copies of it beside."""
-        if self._host is None and self._rounding is None:
-            return [[Piece(name) for name in self._held]]
+        """What is updated together: little enough for copies of it beside."""
         shapes = {name: tensor.shape for name, tensor in self._held.items()}
         matrices = {n for n, s in shapes.items() if len(s) == 2}
         return parts_of(shapes, {n for n in matrices if self._rules[n].algorithm == "muon"})
@@ -153,12 +149,20 @@ class Optimizer:
     def step(self, gradients: GradientStore, lr: float) -> None:
         """Apply one update with learning rate `lr`; collective where rows are shared out."""
         self._num_updates += 1
-        states = [self._states(part) for part in self._parts] if self._kept is None else [[]]
-        visits = iter(states) if self._host is None else self._host.visits(states)
-        for here, part in zip(visits, self._parts, strict=True):
-            self._update(self._kept or self._updates(part, here), gradients, lr)
+        for updates in self._in_turn():
+            self._update(updates, gradients, lr)
         for share in self._shares:
             share.show()
+
+    def _in_turn(self) -> Iterator[TorchUpdates]:
+        """The updates of each part, for as long as its states are where they are computed."""
+        if self._kept is not None:
+            yield self._kept
+            return
+        states = [self._states(part) for part in self._parts]
+        visits = iter(states) if self._host is None else self._host.visits(states)
+        for here, part in zip(visits, self._parts, strict=True):
+            yield self._updates(part, here)
 
     def _update(self, updates: TorchUpdates, gradients: GradientStore, lr: float) -> None:
         given = [s.piece.of(gradients.of(self._parameters[s.piece.name])) for s in updates.states]

@@ -44,7 +44,7 @@ class Ordered:
         self.last_call = 0
         self.is_alone = False  # the other ranks do not exist; see `simulation.stand_alone`
         self.users = Threads()  # those of the program that make calls or transfers
-        self.questions: Any = None  # a pairs.Questions, likewise: who waits for this rank
+        self.questions: Any = None  # a pairs.Questions, made on top of this: who waits here
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""

@@ -27,10 +27,10 @@ class Helped(Protocol):
 
 def is_told(caught: Caught) -> bool:
     """Log what nobody else hears of, and whether it is that; who waits has errors of his own."""
-    is_told = caught.error is not None and not isinstance(caught.error, CommError)
-    if is_told:
-        _LOG.error("transfers beside the program have failed once", exc_info=caught.error)
-    return is_told
+    if caught.error is None or isinstance(caught.error, CommError):
+        return False
+    _LOG.error("transfers beside the program have failed once", exc_info=caught.error)
+    return True
 
 
 def help_beside(lane_of: "ref[Helped]", jobs: "SimpleQueue[Callable[[], object] | None]") -> None:
