@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
+from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.pairs.lane import Lane
 from comm_collectives.errors import CollectiveTimeoutError, MismatchError, MutatedInputError
 from comm_collectives.p2p.send_recv import recv, send
 from ranktest import mark, run_ranks, until_marked
@@ -176,6 +178,34 @@ def test_gradient_that_nobody_wants_is_discarded() -> None:
         for _ in range(3):
             recv(src=0).sum().backward()
         send(torch.tensor([5]), dst=0)
+
+    run_ranks(fn, 2)
+
+
+def test_nothing_is_kept_of_transfers_whose_graphs_are_gone() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for i in range(12):
+            if rank == 0:
+                token = send(torch.ones(3, requires_grad=True), dst=1)
+                if i % 4 < 3:  # else the gradient comes for nobody
+                    token.sum().backward()
+                del token
+            elif i % 4 == 0:
+                recv(src=0).sum().backward()
+            elif i % 4 == 1:  # zeros are sent
+                cc.recv_tensors(src=0)
+            else:  # by who lets go, or by who wants no graph
+                with torch.set_grad_enabled(i % 4 == 2):
+                    recv(src=0)
+            gc.collect()
+        # Behind all that is under way, in both directions.
+        pair = Lane.of(group_state(None)).pairs[1 - rank]
+        _ = send(torch.ones(1), dst=1 - rank), recv(src=1 - rank)
+        started = time.monotonic()
+        while {*pair.sent, *pair.came} != {0}:
+            assert time.monotonic() < started + 30, (pair.sent, pair.came)
+            time.sleep(0.01)
+        dist.barrier()
 
     run_ranks(fn, 2)
 

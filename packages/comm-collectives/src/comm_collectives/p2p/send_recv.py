@@ -171,7 +171,7 @@ def _here(state: GroupState, run: Callable[[], torch.Tensor]) -> Callable[[], to
 
 def _attach_sent(y: torch.Tensor, lane: Lane, transfer: Transfer) -> torch.Tensor:
     if not torch.is_grad_enabled():
-        _give(lane, transfer, [])
+        _give_none(lane, transfer)
         return y
     lane.open_helper()
     alive = _Alive(lane, transfer)
@@ -186,6 +186,11 @@ def _attach_sent(y: torch.Tensor, lane: Lane, transfer: Transfer) -> torch.Tenso
 def _give(lane: Lane, transfer: Transfer, grads: Sequence[torch.Tensor]) -> None:
     """Send the gradient of what was received, without waiting; nothing stands for zeros."""
     lane.send(transfer.state, "recv (backward)", grads, transfer.src, key=transfer.place)
+
+
+def _give_none(lane: Lane, transfer: Transfer) -> None:
+    _give(lane, transfer, [])
+    lane.pairs[transfer.src].sent.pop(transfer.place, None)
 
 
 class _Sent(torch.autograd.Function):
@@ -245,9 +250,11 @@ class _Alive:
         self.is_used = False
 
     def __del__(self) -> None:
-        if not self.is_used:
-            lane, transfer = self._lane, self._transfer
-            lane.later(lambda: _give(lane, transfer, []))
+        lane, transfer = self._lane, self._transfer
+        if self.is_used:
+            lane.pairs[transfer.src].sent.pop(transfer.place, None)
+        else:
+            lane.later(lambda: _give_none(lane, transfer))
 
 
 @final
@@ -260,5 +267,9 @@ class _Wanted:
 
     def __del__(self) -> None:
         lane = self._lane()
-        if lane is not None and not self.is_taken:
-            lane.pairs[self._peer].forget(self._place)
+        if lane is not None:
+            pair = lane.pairs[self._peer]
+            if self.is_taken:
+                pair.came.pop(self._place, None)
+            else:
+                pair.forget(self._place)

@@ -81,6 +81,7 @@ def recv_tensors(
     message = lane.take(*lane.post(state, "recv_tensors", src, limit_s=timeout_s))
     if message.flags & WANTS_GRADIENT:
         lane.send(state, "recv_tensors", [], src, key=message.place)  # it is zero
+        del lane.pairs[src].sent[message.place]
     return [t if device is None else t.to(device) for t in message.tensors]
 
 

@@ -11,7 +11,7 @@ from comm_collectives._torch_private import default_store
 from comm_collectives.base.streams.sockets import SocketStreams
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK
 from comm_collectives.call.frames.frames import Cargo, Frames
-from comm_collectives.call.frames.link import SIGNATURE_BYTES, Notice
+from comm_collectives.call.frames.link import SIGNATURE_BYTES, Kind, Notice
 from ranktest import mark, more_than_sockets_hold, run_ranks, until_marked
 
 _SAME = bytes(SIGNATURE_BYTES)
@@ -219,3 +219,28 @@ def test_word_of_a_call_that_failed_outlives_the_failure_of_the_next() -> None:
         assert _swap(frames, _Waiter(4), [b"new"] * 2) == [b"new"] * 2
 
     run_ranks(fn, 2)
+
+
+def test_word_to_a_peer_that_never_reads_neither_piles_up_nor_costs_time() -> None:
+    text = bytes(100_000)
+    num_words = 2 * more_than_sockets_hold() // len(text)
+
+    def fn(rank: int, world_size: int) -> float:
+        frames, total_s = _frames(rank, world_size), 0.0
+        _swap(frames, _Waiter(1), [b"connected"] * 2)
+        if rank == 1:
+            until_marked("said all")
+        for _ in range(num_words if rank == 0 else 0):
+            started = time.perf_counter()
+            frames.say(Kind.QUESTION, [1], text)
+            total_s += time.perf_counter() - started
+            assert frames._links[1].queued <= 2
+        if rank == 0:
+            frames.say(Kind.QUESTION, [1], b"the last")
+            mark("said all")
+        assert _swap(frames, _Waiter(2), [b"a", b"b"]) == [[b"a", b"b"][rank]] * 2
+        assert frames.waiting()[0] == ({} if rank == 0 else {0: b"the last"})
+        return total_s
+
+    in_full_s = 0.1 * num_words / 2
+    assert run_ranks(fn, 2, timeout_s=120)[0] < in_full_s / 4

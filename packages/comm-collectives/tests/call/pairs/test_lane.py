@@ -11,8 +11,9 @@ import comm_collectives as cc
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.call.pairs import pair
 from comm_collectives.call.pairs.lane import Lane
+from comm_collectives.call.pairs.pair import Word
 from comm_collectives.errors import MismatchError
-from ranktest import more_than_sockets_hold, run_ranks
+from ranktest import mark, more_than_sockets_hold, run_ranks, until_marked
 
 _LARGE = more_than_sockets_hold() // 4  # floats that find no room under way
 _WITHIN_S = 2.0
@@ -65,6 +66,38 @@ def test_messages_of_several_threads_do_not_mix() -> None:
         lane.send(state, "test", [], 0, key=99).wait()
 
     run_ranks(fn, 2)
+
+
+def test_word_of_waits_does_not_pile_up_beside_messages_in_order() -> None:
+    text = "x" * 100_000
+    num_words = 2 * more_than_sockets_hold() // len(text)
+
+    def fn(rank: int, world_size: int) -> list[float]:
+        state = group_state(None)
+        lane = Lane.of(state)
+        if rank == 1:
+            lane.send(state, "test", [], 0).wait()
+            until_marked("said all")
+            posted = [lane.post(state, "test", 0) for _ in range(3)]
+            taken = [lane.take(*each).tensors[0].item() for each in posted]
+            assert lane.pairs[0].awaited is None  # it was taken back
+            return taken
+        lane.take(*lane.post(state, "test", 1))  # so that they are connected
+        pair, handles = lane.pairs[1], [lane.send(state, "test", [torch.tensor(0.0)], 1)]
+        for _ in range(num_words):
+            pair.say(Word.AWAITED, 0, 1, text)
+            assert pair._link.queued == len(pair._kept) <= 2
+        handles.append(lane.send(state, "test", [torch.tensor(1.0)], 1))
+        pair.say(Word.AWAITED, 0, 1, text)
+        pair.say(Word.AWAITED, 0, 1, "")
+        handles.append(lane.send(state, "test", [torch.tensor(2.0)], 1))
+        assert [handle.is_done() for handle in handles] == [True, False, False]
+        mark("said all")
+        for handle in handles:
+            handle.wait()
+        return []
+
+    assert run_ranks(fn, 2)[1] == [0, 1, 2]
 
 
 def test_a_message_that_nobody_wants_is_discarded() -> None:

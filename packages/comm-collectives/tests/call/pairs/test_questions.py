@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.groups import GroupState, group_state
-from comm_collectives.call.pairs import Lane
+from comm_collectives.call.pairs import Lane, Questions
 from comm_collectives.collectives import drop_in
 from comm_collectives.errors import CollectiveTimeoutError, MismatchError
 from ranktest import (
@@ -128,26 +128,33 @@ def test_a_transfer_against_an_asynchronous_call_is_named_once_the_program_waits
     assert max(run_ranks(fn, 2, timeout_s=_LIMIT_S)) < _LIMIT_S / 2
 
 
-def test_a_rank_counts_the_call_that_its_transfer_ended_though_another_thread_looks_around() -> (
-    None
-):
-    def fn(rank: int, world_size: int) -> None:
-        _go_on(rank, world_size)
-        state = group_state(None)
+def test_a_rank_counts_the_call_that_its_transfer_ended_though_another_thread_looks_around(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heed = Questions.heed
+
+    def heed_meanwhile(questions: Questions, *args: Any) -> MismatchError | None:
+        is_held, state = threading.Event(), group_state(None)
 
         def look_around() -> None:  # as who answers for dropped graphs, but for longer
-            while Lane.of(state).questions._asked is None:
-                time.sleep(1e-3)
             with state.lock:
+                is_held.set()
                 time.sleep(0.3)
 
+        looks = threading.Thread(target=look_around)
+        looks.start()
+        is_held.wait()
+        try:
+            return heed(questions, *args)
+        finally:
+            looks.join()
+
+    def fn(rank: int, world_size: int) -> None:
+        _go_on(rank, world_size)
         if rank == 0:
-            looks = threading.Thread(target=look_around)
-            looks.start()
+            monkeypatch.setattr(Questions, "heed", heed_meanwhile)
         with pytest.raises(MismatchError, match="the two ranks wait for each other"):
             cc.recv(src=1) if rank == 0 else cc.all_reduce(torch.ones(2))
-        if rank == 0:
-            looks.join()
         _go_on(rank, world_size)
 
     run_ranks(fn, 2, timeout_s=_LIMIT_S)

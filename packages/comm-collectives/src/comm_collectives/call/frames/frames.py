@@ -188,11 +188,16 @@ class Frames:
         return {peer: question for peer, question in self._questions.items() if question}, calls
 
     def say(self, kind: Kind, peers: Sequence[int], text: bytes) -> None:
-        """Tell peers for what this rank waits: a question to them, or what they are to know."""
-        for peer in peers:
-            self._links[peer].send(kind, 0, 0, part=text)
+        """Tell peers for what this rank waits: a question to them, or what they are to know.
+
+        Waits a moment for those that may not be connected yet; others hear of it once they read.
+        """
+        links = [self._links[peer] for peer in peers]
+        reading = [(p, link) for p, link in zip(peers, links, strict=True) if link.flush()]
+        for link in links:
+            link.send(kind, 0, 0, part=text, replaces=True)
         deadline_s = self._clock.now_s() + _ASK_S
-        while (late := [p for p in peers if not self._links[p].flush()]) and (
+        while (late := [p for p, link in reading if not link.flush()]) and (
             self._clock.now_s() < deadline_s
         ):
             self.streams.wait((), late, _ASK_S)

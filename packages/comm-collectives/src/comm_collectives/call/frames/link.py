@@ -109,9 +109,19 @@ class Link:
         *,
         part: bytes = b"",
         payload: Sequence[memoryview] | None = None,
-    ) -> None:
-        """Queue a frame."""
-        self.queue.append([*views_of(kind, number, step, part=part, payload=payload)])
+        replaces: bool = False,
+    ) -> bool:
+        """Queue a frame; whether there is one more now.
+
+        `replaces`: in the place of the last one, if that is of its kind and has not begun. So word
+        to a peer that never reads does not pile up.
+        """
+        views = [*views_of(kind, number, step, part=part, payload=payload)]
+        if replaces and len(self.queue) > self._has_begun and _kind_of(self.queue[-1]) == kind:
+            self.queue[-1] = views
+            return False
+        self.queue.append(views)
+        return True
 
     def put(self, views: Sequence[memoryview]) -> None:
         """Send what there is room for of a frame, behind what is queued, and queue the rest."""
@@ -251,7 +261,7 @@ class Link:
                 copied[-1] = 1
             views[:] = [memoryview(copied)]
         words = (Kind.NOTICE, Kind.QUESTION, Kind.WAITS)
-        kept = [views for views in self.queue if _PREFIX.unpack_from(views[0])[1] in words]
+        kept = [views for views in self.queue if _kind_of(views) in words]
         self.queue = [*begun, *kept]
 
     def _refuse(self) -> NoReturn:
@@ -327,6 +337,12 @@ def head_of(number: int, step: int, part_bytes: int, size: int | None, apart: in
     """
     coded = apart << 2 | _APART if size is None else size << 2 | (_ENDS if size else 0)
     return _PREFIX.pack(_MAGIC, Kind.STEP, number, step, part_bytes, coded)
+
+
+def _kind_of(views: Sequence[memoryview]) -> int:
+    """The kind of a frame of which nothing is sent."""
+    kind: int = _PREFIX.unpack_from(views[0])[1]
+    return kind
 
 
 def _has_end(frame: object) -> bool:

@@ -37,6 +37,9 @@ class Word(IntEnum):
     WAITS = 9  # for what this rank waits, for which you wait
 
 
+_LATEST = (Word.AWAITED, Word.WAITS)  # of which only the last counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """What arrived: tensors on the kind of device on which they travelled, and the sender's flags.
@@ -104,7 +107,8 @@ class Pair:
         self._launch = launch
         self._link = Link(streams, peer)
         self.sending = transport.clock.lock()
-        self.sent: Counter[int] = Counter()  # messages by key
+        # Messages by key, those of a backward as long as its graph lives.
+        self.sent: Counter[int] = Counter()
         self.came: Counter[int] = Counter()
         self._queued = 0  # frames, ever
         self._lost_from: int | None = None  # the first frame that went to a peer that is gone
@@ -193,6 +197,7 @@ class Pair:
         self._unwanted.add(key)
         if self._arrived.pop(key, None):
             self._unwanted.discard(key)
+            self.came.pop(key, None)
 
     def expect(self, key: int) -> None:
         """Have the next message of a key read ahead; call with `changed` held."""
@@ -231,9 +236,10 @@ class Pair:
         payload: Sequence[memoryview] | None,
         kept: Sequence[torch.Tensor],
     ) -> None:
-        self._link.send(word, key, place, part=part, payload=payload)
-        self._queued += 1
-        self._kept.append(kept)
+        replaces = word in _LATEST
+        if self._link.send(word, key, place, part=part, payload=payload, replaces=replaces):
+            self._queued += 1
+            self._kept.append(kept)
         self._flush()
 
     def _flush(self) -> bool:
@@ -324,6 +330,7 @@ class Pair:
                 self.void.discard((key, message.place))
             elif key in self._unwanted:
                 self._unwanted.discard(key)
+                del self.came[key]
             elif tickets:
                 tickets.popleft().message = message
             else:
