@@ -3,7 +3,9 @@
 The layout is dp=2 x ep=2: every rank holds the dense parameters, and the expert of its column.
 """
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -180,6 +182,17 @@ def test_a_cleared_store_holds_nothing_of_the_step_before(fp32_accumulation: boo
         with store.reducing():
             pass
         assert store.of(weight).tolist() == [2 * factor] * 3
+
+
+def test_nothing_stays_of_a_store_that_adds_up_gradients_and_is_let_go() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    group = ParameterGroup(parameters=[weight], reduce_group=None)
+    store = GradientStore([group], fp32_accumulation=True)
+    weight.sum().backward()
+    left = [weakref.ref(each) for each in (weight, store)]
+    del weight, group, store
+    gc.collect()
+    assert [of() for of in left] == [None, None]
 
 
 def test_one_rank_that_is_not_finite_makes_the_norm_of_all_not_finite() -> None:

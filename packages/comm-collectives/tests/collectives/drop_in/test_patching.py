@@ -81,11 +81,15 @@ def test_functions_in_torchs_place_serve_the_parts_of_a_split_group(backend: str
     if backend == "comm_shm" and not backends_may_be_python():
         pytest.skip("this torch has no backends written in Python")
 
-    def fn(rank: int, world_size: int) -> None:
+    def fn(rank: int, world_size: int) -> bool:
         register_backends()
         whole = dist.new_group(backend=backend)
         with drop_in.patched_torch():
-            part = dist.split_group(whole, [[2, 0], [1, 3]])
+            try:
+                part = dist.split_group(whole, [[2, 0], [1, 3]])
+            except RuntimeError as error:
+                assert "No device associated with the default pg" in str(error)
+                return False
             assert part is not None
             x, other = torch.tensor([float(rank)]), {2: 0, 0: 2, 1: 3, 3: 1}[rank]
             work = dist.all_reduce(x, group=part, async_op=True)
@@ -103,8 +107,10 @@ def test_functions_in_torchs_place_serve_the_parts_of_a_split_group(backend: str
             with pytest.raises(MismatchError):
                 dist.all_reduce(torch.ones(2 + dist.get_rank(part)), group=part)
             dist.barrier(group=whole)
+        return True
 
-    run_ranks(fn, 4)
+    if not all(run_ranks(fn, 4)):
+        pytest.skip("this torch splits only groups that are bound to a device")
 
 
 def test_a_replaced_function_compares_calls() -> None:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,7 @@ class GradientStore:
             self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
         self._beside = None if overlap is None else self._overlapped(overlap, stages)
         for parameter in whole if fp32_accumulation or self._beside else ():
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(_weakly(self._arrived))
 
     def _overlapped(
         self, row: Sequence[Action], stages: Mapping[int, StageBlocks]
@@ -271,6 +272,21 @@ def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
         for each in gradients
     ]
     return torch.stack([norm.double() for norm in norms]).square_().sum()
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep its object: Python does not see that a parameter keeps its hooks.
+
+    Else a model whose layout has been left would stay for ever.
+    """
+    of = WeakMethod(method)
+
+    def call(parameter: Tensor) -> None:
+        found = of()
+        if found is not None:
+            found(parameter)
+
+    return call
 
 
 @contextmanager
