@@ -108,3 +108,25 @@ def test_each_source_goes_through_its_sequences_once_an_epoch() -> None:
         assert sorted(own[:count]) == sorted(own[count:]) == list(range(count))
     first = [sequence[source == place][:10].tolist() for place in (0, 1)]
     assert first[0] != [number % 10 for number in first[1]], "sources shuffle by seeds of their own"
+
+
+def test_a_run_that_goes_on_finds_its_place_without_the_turns_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, seen = ["1234567", "98765431", "7"], 5 * (1 << 14) + 77
+    first = Mixture(weights)
+    expected = first.locate(np.arange(seen, seen + 40_000))
+    begin = first.begin_of(seen)
+    blocks, take = [], Mixture._take_turns
+
+    def counted(mixture: Mixture, block: int) -> object:
+        blocks.append(block)
+        return take(mixture, block)
+
+    monkeypatch.setattr(Mixture, "_take_turns", counted)
+    source, number = Mixture(weights, begin).locate(np.arange(seen, seen + 40_000))
+    assert (source == expected[0]).all() and (number == expected[1]).all()
+    assert blocks == [5, 6, 7]
+    other = Mixture(["7", "1234567", "98765431"], begin)
+    assert other.begin_of(seen)[3:] == (0, 0, 0, 0), "of another mixture it is of no use"
+    assert Mixture(["3"]).begin_of(seen) == ()

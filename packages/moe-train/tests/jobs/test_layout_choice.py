@@ -52,11 +52,13 @@ def test_twenty_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
 
 
 def test_every_layout_fits_the_job_and_keeps_all_its_other_keys(configure: Configure) -> None:
-    config = configure("checkpoint.node_folder=/dev/shm/x", num_experts=4)
+    apart = ("checkpoint.node_folder=/dev/shm/x", "moe.record_routing=kept")
+    config = configure(*apart, num_experts=4)
     for layout in chosen(config, ranks=6):
         job = layout.applied(config)
         check_model(job, read_model_config(job))
         assert job.world_size == layout.world_size <= 6 and job.checkpoint.node_folder is None
+        assert job.moe.record_routing is None, "the job's own record stays as it is"
         for name, value in layout.keys:
             table, _, field = name.partition(".")
             assert getattr(getattr(job, table), field) == value, name

@@ -31,6 +31,10 @@ def run(argv, context):
         import torch.distributed as dist
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         assert dist.get_world_size() == world_size
+    if what == "own clock":
+        (folder / "age").write_text(str(context.age_s))
+        context.out_of_time = rank == victim
+        return
     for step in range(1, max_steps + 1):
         context.step = step
         if "dist" in what:
@@ -193,6 +197,13 @@ def test_hanging_survivor_is_killed_within_the_grace(ranks: Ranks) -> None:
     assert message.startswith("rank 0: killed by SIGKILL"), message
     assert "then ranks 1 killed: ended after another rank had failed" in message
     assert elapsed_s < 20, message
+
+
+def test_a_rank_that_ends_for_the_sake_of_the_jobs_own_limit_is_told_of(ranks: Ranks) -> None:
+    asked_s = time.monotonic() - 100.0  # before a corpus was prepared, say
+    stopped = run_local(2, "a_test_job", ranks.argv("own clock"), started_s=asked_s)
+    assert stopped == signal.SIGALRM
+    assert float((ranks.folder / "age").read_text()) > 100
 
 
 def test_stop_request_lets_ranks_save(ranks: Ranks) -> None:

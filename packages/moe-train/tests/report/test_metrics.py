@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from moe_train.report import metrics
 from moe_train.report.metrics import MetricsLog, read_metrics
 
 
@@ -75,3 +76,22 @@ def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         MetricsLog(tmp_path / "file" / "run", tensorboard=False)
+
+
+def test_lines_that_stay_are_not_read_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long run has written gigabytes, and other ranks wait."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step":   {step}, "loss": 1.0}}\n' for step in range(1, 1001)]
+    path.write_text("".join(lines))
+    parsed, parse = [], metrics._parse
+
+    def counted(text: str | bytes) -> object:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(metrics, "_parse", counted)
+    MetricsLog(tmp_path, tensorboard=False, resume_step=990).close()
+    assert path.read_text() == "".join(lines[:990])
+    assert len(parsed) == 11

@@ -17,3 +17,13 @@ def test_the_longest_step_counts() -> None:
         with pace.step():
             time.sleep(sleep_s)
     assert 0.05 <= pace.longest_s < 50
+
+
+def test_room_is_left_for_a_validation_behind_the_last_step() -> None:
+    pace = Pace(limit_s=100.0, longest_s=10.0)
+    with pace.validation():
+        time.sleep(0.05)
+    assert 0.05 <= pace.validation_s < 50
+    pace.validation_s = 20.0
+    assert not pace.is_last(age_s=54.0, save_s=5.0)
+    assert pace.is_last(age_s=55.0, save_s=5.0)

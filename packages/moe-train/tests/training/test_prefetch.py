@@ -98,3 +98,15 @@ def test_a_forked_process_makes_its_own() -> None:
             os._exit(0 if right else 1)
     assert os.waitpid(pid, 0)[1] == 0
     coming.close()
+
+
+def test_nothing_that_was_left_out_is_waited_for() -> None:
+    maker = Maker(waits_at=10)
+    coming = Prefetcher(maker, range(0, 50, 10), depth=3, timeout_s=30)
+    assert coming.get(0) == "batch 0"
+    until(lambda: len(maker.threads) == 1 and maker.made == [0])
+    threading.Timer(0.2, maker.go.set).start()  # 10 is being made, 20 and 30 wait behind it
+    started = time.monotonic()
+    coming.close()
+    assert 0.1 < time.monotonic() - started < 10
+    assert maker.made == [0, 10]

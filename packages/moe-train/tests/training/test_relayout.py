@@ -1,8 +1,10 @@
 """A job that changes its layout while it runs, against one that saves and resumes, and one that
 never changes."""
 
+import json
 import logging
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -234,3 +236,30 @@ def test_a_resumed_job_begins_in_the_layout_of_its_step(configure: Configure) ->
             states[4].expert_parts,
             states[4].expert_rows,
         )
+
+
+def test_a_change_of_layout_keeps_decoder_and_corpus_whatever_becomes_of_their_files(
+    configure: Configure, corpus: Path, tmp_path: Path
+) -> None:
+    """The second stage, which reads no tokens before, reads those that the job began with."""
+    own = tmp_path / "own"
+    shutil.copytree(corpus, own)
+    same = [f"data.corpus={own}", "train.max_steps=4", *overrides("pp=1 dp=2 ep=1"), *EACH]
+    change = 'parallel.relayout=["2: pp=2"]'
+    expected = end_of(configure(*same, change, f"train.output_dir={tmp_path / 'as it was'}"))
+
+    def spoil(step: int) -> None:
+        if step == 1:
+            (own / "later.py").write_text("for value in self: return None\n" * 200)
+            (own / "f0.py").unlink()
+            config = json.loads((tmp_path / "config.json").read_text())
+            config["num_experts_per_tok"] = 1
+            (tmp_path / "config.json").write_text(json.dumps(config))
+
+    folder = tmp_path / "changed"
+    found = end_of(configure(*same, change, f"train.output_dir={folder}"), hook=spoil)
+    assert_same(found, expected, "files that change")
+    states = [read_state(folder / f"checkpoint-{step}") for step in (1, 4)]
+    assert states[0].data_fingerprint == states[1].data_fingerprint
+    of_layouts = [(folder / f"checkpoint-{step}" / "config.json").read_bytes() for step in (1, 4)]
+    assert of_layouts[0] == of_layouts[1]

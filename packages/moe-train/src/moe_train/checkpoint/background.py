@@ -54,6 +54,11 @@ class _Begun:
         return "" if error is None else str(error)
 
 
+def averaged_part(config: Config) -> str:
+    """The part of a checkpoint of which the job's moving average is kept, if it keeps one."""
+    return "master_weights" if config.train.master_weights else "model"
+
+
 @dataclass(slots=True, kw_only=True)
 class BackgroundSaves:
     """This rank's saver process and the saves under way. Close it when the run ends.
@@ -88,8 +93,7 @@ class BackgroundSaves:
             return None
         ema = None
         if asked.ema_decay is not None:
-            part = "master_weights" if config.train.master_weights else "model"
-            ema = EmaConfig(decay=asked.ema_decay, source=part)
+            ema = EmaConfig(decay=asked.ema_decay, source=averaged_part(config))
         return cls(
             settings=AsyncSaverConfig(timeout_s=max(config.parallel.timeout_s, 600.0), ema=ema),
             zero_cost=asked.save_mode == "zero_cost",

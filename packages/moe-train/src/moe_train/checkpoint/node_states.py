@@ -22,6 +22,8 @@ from unified_ckpt.tiers import NodeTier, TierOptions, describe_recovery
 
 LAYOUT_FILE = "node_layout.json"
 _DIGEST_CHARS = 8
+# Keys of [parallel] that say nothing about which rank holds what.
+_NO_LAYOUT = {"timeout_s", "agreement_every", "overlap_grad_reduce", "cp_attention"}
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class NodeStates:
         run = config.train.output_dir
         digest = hashlib.blake2b(run.encode()).hexdigest()[:_DIGEST_CHARS]
         folder = Path(asked.node_folder) / f"{Path(run).name}-{digest}"
-        layout = json.dumps(asdict(config.parallel), sort_keys=True).encode()
+        layout = json.dumps(_layout_of(config), sort_keys=True).encode()
         return cls(
             options=TierOptions(
                 folder=folder,
@@ -90,3 +92,8 @@ class NodeStates:
         """Release the folder of the node."""
         if self._opened is not None:
             self._opened.close()
+
+
+def _layout_of(config: Config) -> dict[str, object]:
+    keys = asdict(config.parallel).items()
+    return {name: value for name, value in keys if name not in _NO_LAYOUT}

@@ -22,9 +22,9 @@ from unified_ckpt import CheckpointError, load_files
 from unified_ckpt.files.storage import Location
 from unified_ckpt.run import CorruptCheckpointError, ReplacedCheckpointError, StoreError
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 """1 had no `version`, no schedule and no losses; 2 nothing about the experts' places and rows; 3 no
-moments in other forms.
+moments in other forms; 4 no beginning of a mixture's turns.
 """
 
 
@@ -44,6 +44,7 @@ class TrainerState:
         expert_parts: where the experts lie, as in `parallel.expert_parts`; none: in equal parts.
         expert_rows: routed rows of each layer and expert since the layout changed last.
         moments: how the checkpoint stores AdamW's, as in `checkpoint.moments`.
+        mixture_begin: from where sources take turns, so that a resume need not find it.
         ledger: which samples each step has used; a file of its own in a checkpoint.
         version: of the file that it was read from.
     """
@@ -61,6 +62,7 @@ class TrainerState:
     expert_parts: tuple[str, ...] = ()
     expert_rows: tuple[tuple[int, ...], ...] = ()
     moments: str = "exact"
+    mixture_begin: tuple[int, ...] = ()
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     version: int = STATE_VERSION
 
@@ -120,14 +122,15 @@ def _own_schedule(source: Path | Location) -> LrSchedule | None:
 
 
 def may_lack_moments(source: Path | Location) -> bool:
-    """Whether some parameters have no moments of AdamW, by the checkpoint's own job: they were
+    """Whether some parameters may have no moments of AdamW, by the checkpoint's own job: they were
     frozen, or another algorithm updated them.
     """
     own = own_job(source)
     if own is None:
         return False
     algorithms = {own.optimizer.name, *(group.algorithm for group in own.param_groups)}
-    return bool(own.train.trainable) or "muon" in algorithms
+    # Layers for multi-token prediction are kept as they are where they are not trained.
+    return bool(own.train.trainable) or "muon" in algorithms or own.train.mtp_loss_coef == 0
 
 
 def _schedule(values: Any) -> LrSchedule | None:
@@ -143,6 +146,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "moments": str,
     "schedule": _schedule,
     "recent_losses": _numbers,
+    "mixture_begin": lambda numbers: tuple(map(int, numbers)),
     "expert_parts": lambda texts: tuple(map(str, texts)),
     "expert_rows": lambda rows: tuple(tuple(map(int, row)) for row in rows),
     "best_validation_loss": lambda value: None if value is None else float(value),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_train.checkpoint.background import BackgroundSaves
+from moe_train.checkpoint.background import BackgroundSaves, averaged_part
 from moe_train.checkpoint.finding import NOTHING_TO_RESUME
 from moe_train.checkpoint.former_random_state import restore_former_random_state
 from moe_train.checkpoint.moments import (
@@ -29,6 +29,7 @@ from moe_train.checkpoint.moments import (
     save_options,
 )
 from moe_train.checkpoint.node_states import NodeStates
+from moe_train.checkpoint.own_files import own_job
 from moe_train.checkpoint.parts import has_part, read_part, tensor_keys
 from moe_train.checkpoint.rank_tensors import RankTensors
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
@@ -307,10 +308,21 @@ class Checkpointer:
 
     def _load_average(self, source: Path | Location, step: int) -> None:
         """Go on with the moving average, or say that none does."""
-        has_one = has_part(source, EMA_PART)
-        kept = self.background is not None and self.background.averaged is not None
-        if self.background is not None and has_one and kept:
-            self.background.load_average(self.parts(), source)
+        has_one, background = has_part(source, EMA_PART), self.background
+        kept = None if background is None else background.averaged
+        own = own_job(source) if has_one and kept else None
+        stored = kept if own is None else averaged_part(own)
+        if background is not None and has_one and kept is not None and kept == stored:
+            background.load_average(self.parts(), source)
+        elif self.rank == 0 and has_one and kept:
+            logger.warning(
+                "warning: the moving average in %s is one of its %s, and this job would average "
+                "its %s, since train.dtype is another one; the average begins with step %d",
+                source,
+                stored,
+                kept,
+                step + 1,
+            )
         elif self.rank == 0 and has_one:
             logger.warning(
                 "warning: %s holds a moving average, which is not continued: "

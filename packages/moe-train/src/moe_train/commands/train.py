@@ -6,8 +6,10 @@ import os
 import shlex
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_train.commands.options import OVERRIDE, Command, add_config
 from moe_train.config import Config, KeyChange, format_compact, keys_help, load_config
@@ -27,8 +29,8 @@ folder. By itself the command starts parallel.pp * parallel.dp * parallel.ep pro
 machine; started so many times by torchrun, srun or mpirun, each is one rank of the job.
 
 Ctrl-C or SIGTERM: the ranks finish the step, save a checkpoint and end; a second Ctrl-C ends them
-at once. Exit codes: 0 finished, 130 stopped by Ctrl-C, 143 by SIGTERM, 2 a mistake in what was
-given, 1 a rank failed.
+at once. Exit codes: 0 finished, 130 stopped by Ctrl-C, 143 by SIGTERM or since
+train.exit_duration_minutes are over, 2 a mistake in what was given, 1 a rank failed.
 """
 
 
@@ -57,6 +59,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Train the model that a TOML file describes, and save it as a transformers checkpoint."""
+    started_s = time.monotonic()
     resume, overrides = arguments.resume, list(arguments.overrides)
     if OVERRIDE.match(resume) and not Path(resume).exists():
         overrides.append(resume)  # `--resume table.key=value`: the value belongs to no option
@@ -79,13 +82,40 @@ def _train(arguments: argparse.Namespace) -> int:
         print(format_compact(config), flush=True)
     again = ["moe-train", "train", str(arguments.config), *overrides]
     if place is not None:
-        return _train_as_rank(config, resume, place, again, arguments.allow_change)
-    stopped_by = _train_here(config, resume, again, arguments.allow_change)
+        job = _Job(config, resume, again, arguments.allow_change, started_s)
+        return _train_as_rank(job, place)
+    stopped_by = _train_here(_Job(config, resume, again, arguments.allow_change, started_s))
     if stopped_by is None:
         return 0
     resumed = shlex.join([*again, "--resume"])
-    print(f"stopped by {stopped_by.name} after saving; go on with: {resumed}", file=sys.stderr)
-    return 128 + int(stopped_by)
+    print(f"{_why(stopped_by)}; go on with: {resumed}", file=sys.stderr)
+    return _exit_code(stopped_by)
+
+
+class _Job(NamedTuple):
+    """What to train, what was typed for that, and when (on the monotonic clock)."""
+
+    config: Config
+    resume: str
+    again: list[str]
+    allow_change: list[str]
+    started_s: float
+
+    def resumed_by_ranks(self, source: object) -> str:
+        """What ranks go on from: the checkpoint that was checked, or a newer state of nodes."""
+        looks_on_nodes = self.config.checkpoint.node_folder is not None
+        return self.resume if self.resume == "latest" and looks_on_nodes else str(source or "")
+
+
+def _why(stopped_by: signal.Signals) -> str:
+    is_own_clock = stopped_by == signal.SIGALRM
+    name = "train.exit_duration_minutes" if is_own_clock else stopped_by.name
+    return f"stopped by {name} after saving"
+
+
+def _exit_code(stopped_by: signal.Signals) -> int:
+    # As of SIGTERM, so that a script queues the job again whichever clock has ended it.
+    return 128 + int(signal.SIGTERM if stopped_by == signal.SIGALRM else stopped_by)
 
 
 def _has_begun(config: Config) -> bool:
@@ -97,42 +127,42 @@ def _has_begun(config: Config) -> bool:
     return has_begun(config)
 
 
-def _train_here(
-    config: Config, resume: str, again: list[str], allow_change: list[str]
-) -> signal.Signals | None:
+def _train_here(job: _Job) -> signal.Signals | None:
     """Start the ranks on this machine; the signal on which they saved and stopped, if any."""
     ForkServer.begin("moe_train.jobs.rank_job")
     from moe_train.jobs import check, run_folder
     from moe_train.launch import run_local
 
-    # Ranks take the checkpoint that was checked, and do not look for it again.
-    source = check(config, resume, allow_change)
-    with run_folder(config, source, command=shlex.join(again)) as folder:
-        argv = [str(folder.resolved), str(source or "")]
+    config = job.config
+    source = check(config, job.resume, job.allow_change)
+    with run_folder(config, source, command=shlex.join(job.again)) as folder:
+        argv = [str(folder.resolved), job.resumed_by_ranks(source)]
         logger.info("starting %d rank(s) on this machine", config.world_size)
-        stopped_by = run_local(config.world_size, "moe_train.jobs.rank_job", argv)
+        stopped_by = run_local(
+            config.world_size, "moe_train.jobs.rank_job", argv, started_s=job.started_s
+        )
         if stopped_by is not None:
-            folder.end(f"stopped by {stopped_by.name} after saving")
+            folder.end(_why(stopped_by))
     return stopped_by
 
 
-def _train_as_rank(
-    config: Config, resume: str, place: RankPlace, again: list[str], allow_change: list[str]
-) -> int:
+def _train_as_rank(job: _Job, place: RankPlace) -> int:
     """Train as one of the ranks that another program has started."""
     from moe_train.jobs import check, run_folder
     from moe_train.rank import RankJobError, leave, run_rank, watch_stop_signals
 
+    config = job.config
     if place.rank > 0:  # what every rank finds out about the checkpoints, one says
         logging.getLogger("moe_train").setLevel(logging.ERROR)
-    source = check(config, resume, allow_change)
-    job_file, *overrides = again[2:]
-    argv = [job_file, str(source or ""), *overrides]
+    source = check(config, job.resume, job.allow_change)
+    job_file, *overrides = job.again[2:]
+    argv = [job_file, job.resumed_by_ranks(source), *overrides]
     with ExitStack() as stack:
         folder = None
         if place.rank == 0:
-            folder = stack.enter_context(run_folder(config, source, command=shlex.join(again)))
+            folder = stack.enter_context(run_folder(config, source, command=shlex.join(job.again)))
         context = watch_stop_signals()
+        context.started_s = job.started_s
         try:
             run_rank("moe_train.jobs.rank_job", argv, context)
         except RankJobError as failure:
@@ -141,13 +171,14 @@ def _train_as_rank(
             if folder is not None:
                 folder.end(f"failed: rank {place.rank}, step {error.step}: {error.summary}")
             leave(1)
-        stopped_by = next(iter(context.signals.seen), None)
+        clock = signal.SIGALRM if context.out_of_time else None
+        stopped_by = next(iter(context.signals.seen), clock)
         if stopped_by is None or context.step >= config.train.max_steps:
             return 0
         if folder is not None:
-            folder.end(f"stopped by {stopped_by.name} after saving")
+            folder.end(_why(stopped_by))
     # torchrun takes any other code for a failure, and ends ranks that are still about to leave.
-    return 0 if place.started_by == "torchrun" else 128 + int(stopped_by)
+    return 0 if place.started_by == "torchrun" else _exit_code(stopped_by)
 
 
 def _check_number(config: Config, place: RankPlace) -> None:

@@ -181,6 +181,11 @@ class TrainConfig(Table):
         return "float32" if self.master_weights or self.stochastic_rounding else self.dtype
 
     def _check(self) -> None:
+        if self.on_loss_spike == "skip" and self.loss_spike_threshold is None:
+            raise TrainValueError(
+                'train.on_loss_spike="skip" leaves out no update without '
+                "train.loss_spike_threshold, which says what a spike is; set that too"
+            )
         if self.master_weights and self.dtype == "float32":
             raise TrainValueError(
                 'train.master_weights=true has no use with train.dtype="float32"; '

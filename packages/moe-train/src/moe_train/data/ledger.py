@@ -12,6 +12,7 @@ that its ranks read, summed over them, so a ledger that says something else is f
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,9 +34,9 @@ class DataIdentity:
     seed: int
     sources: tuple[SourceShare, ...]
 
-    def order(self) -> MixtureOrder:
-        """Which sequence each sample number means."""
-        return MixtureOrder(self.sources, self.seed)
+    def order(self, begin: Sequence[int] = ()) -> MixtureOrder:
+        """Which sequence each sample number means; `begin` as in `Mixture`."""
+        return MixtureOrder(self.sources, self.seed, begin)
 
 
 @dataclass(slots=True, kw_only=True)

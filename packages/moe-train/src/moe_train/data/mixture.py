@@ -13,7 +13,8 @@ among the jobs whose window has begun finds one (Jackson's rule). This is Tijdem
 chairman assignment problem (Discrete Mathematics 32, 1980), with the windows of Baruah et al.,
 "Proportionate progress" (Algorithmica 15, 1996). No rule that only ranks the jobs by a key keeps
 the bound (Balinski and Young), so the order is computed in turn, about a microsecond a sample, and
-counts at every 2**14-th place are kept to begin from; after `period` places it repeats.
+counts at every 2**14-th place are kept to begin from, also by a run that goes on (`begin`); after
+`period` places it repeats.
 
     mixture = Mixture(["0.7", "0.3"])
     source, number = mixture.locate(np.arange(10))     # sample `number`, from 0, of that source
@@ -41,16 +42,21 @@ class Mixture:
     Args:
         weights: one for each source, as decimals in text, ints or floats (as they are printed);
             only their ratios matter.
+        begin: what `begin_of` has found of an equal mixture, so that places behind it need no
+            others; that of another mixture is of no use, and is left.
 
     Raises:
         ValueError: there is none, or one is not a positive finite number.
     """
 
-    def __init__(self, weights: Sequence[str | float]) -> None:
+    def __init__(self, weights: Sequence[str | float], begin: Sequence[int] = ()) -> None:
         self._integers = _integer_weights(weights)
         self.period = sum(self._integers)
         # Counts of each source when a block begins, one entry for each block found so far.
-        self._begins: list[list[int]] = [[0] * len(weights)]
+        self._begins: dict[int, list[int]] = {0: [0] * len(weights)}
+        own = len(weights)
+        if len(begin) == 2 * own + 1 and list(begin[:own]) == self._integers:
+            self._begins[begin[own]] = list(begin[own + 1 :])
         self._blocks: dict[int, NDArray[np.int64]] = {}
 
     def locate(
@@ -97,6 +103,17 @@ class Mixture:
             for weight, begin, count in zip(self._integers, begins, own, strict=True)
         ]
 
+    def begin_of(self, sample: int) -> tuple[int, ...]:
+        """The weights, the last block that is known to begin at or before a sample, and its counts.
+
+        None of a single source, which needs no turns.
+        """
+        if len(self._integers) == 1:
+            return ()
+        wanted = sample % self.period // _TURNS
+        block = max(block for block in self._begins.copy() if block <= wanted)
+        return (*self._integers, block, *self._begins[block])
+
     def _divide(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Whole periods before each sample, and its place in its own."""
         if self.period > np.iinfo(np.int64).max:  # no sample number reaches the second one
@@ -106,11 +123,10 @@ class Mixture:
 
     def _sources_of(self, block: int) -> NDArray[np.int64]:
         """The sources of one block of places of a period, int64 [at most _TURNS]."""
-        while len(self._begins) <= block:
-            newest = self._block(len(self._begins) - 1)
-            added = np.bincount(newest, minlength=len(self._integers)).tolist()
-            begins = zip(self._begins[-1], added, strict=True)
-            self._begins.append([begin + more for begin, more in begins])
+        for known in range(max(each for each in self._begins if each <= block), block):
+            added = np.bincount(self._block(known), minlength=len(self._integers)).tolist()
+            begins = zip(self._begins[known], added, strict=True)
+            self._begins[known + 1] = [begin + more for begin, more in begins]
         return self._block(block)
 
     def _block(self, block: int) -> NDArray[np.int64]:
@@ -164,10 +180,13 @@ class MixtureOrder:
     Args:
         sources: at least one.
         seed: of the run; each of several sources shuffles with a seed of its own made of it.
+        begin: of the mixture, as in `Mixture`.
     """
 
-    def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
-        self.mixture = Mixture([source.weight for source in sources])
+    def __init__(
+        self, sources: Sequence[SourceShare], seed: int, begin: Sequence[int] = ()
+    ) -> None:
+        self.mixture = Mixture([source.weight for source in sources], begin)
         self.orders = tuple(
             SampleOrder(source.num_sequences, seed + (place << 32))
             for place, source in enumerate(sources)

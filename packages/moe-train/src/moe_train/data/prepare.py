@@ -102,6 +102,12 @@ class PreparedCorpus:
         """The tokenizer that made the tokens; read anew each time."""
         return load_tokenizer(self.tokenizer_file.parent)
 
+    @property
+    def paths(self) -> list[Path]:
+        """Files that reading it needs, named by what they hold."""
+        stores = [path for source in self.sources for path in (source.train, source.validation)]
+        return [self.tokenizer_file, *stores]
+
     def __post_init__(self) -> None:
         check_type("tokenizer_file", self.tokenizer_file, Path)
         check_type("sources", self.sources, tuple)

@@ -4,6 +4,7 @@ source = check(config, resume)     # once, in the launching process; raises for 
 train(config, str(source or ""), context)                                          # on every rank
 """
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -206,11 +207,11 @@ def _train(
         checkpointer.close()
         if reporter is not None:
             reporter.close()
-    if parallel.rank == 0:
-        _finish(config, saved)
-    loop.saver.check()
     dist.barrier()
     dist.destroy_process_group()
+    if parallel.rank == 0:  # while no rank waits: plots of a long run take minutes
+        _finish(config, saved)
+    loop.saver.check()
 
 
 def _loaded(
@@ -307,8 +308,32 @@ def _idle_keys(config: Config, device: torch.device) -> Iterator[str]:
             f"train.gradient_accumulation_fusion=true does little with parallel.sharding="
             f"{parallel.sharding}, which sums gradients of layers after each microbatch"
         )
+    yield from _idle_beside(config)
     if parallel.cp_attention == "ring" and all(layout.cp == 1 for layout in parallel.layouts):
         yield 'parallel.cp_attention="ring" does nothing with parallel.cp=1'
+
+
+def _idle_beside(config: Config) -> Iterator[str]:
+    """A line for each key that is not at its default and has no effect without another one."""
+    train, moe, checkpoint = config.train, config.moe, config.checkpoint
+    needs = (
+        (train, "loss_spike_window", train.loss_spike_threshold, "train.loss_spike_threshold"),
+        (train, "max_skipped_steps", train.on_loss_spike == "skip", 'train.on_loss_spike="skip"'),
+        (moe, "token_drop_policy", moe.capacity_factor, "moe.capacity_factor"),
+        (moe, "expert_bias_update_rate", moe.update_expert_bias, "moe.update_expert_bias=true"),
+        (checkpoint, "ema_interval_steps", checkpoint.ema_decay, "checkpoint.ema_decay"),
+        (checkpoint, "node_interval_steps", checkpoint.node_folder, "checkpoint.node_folder"),
+        (checkpoint, "node_copies", checkpoint.node_folder, "checkpoint.node_folder"),
+    )
+    for table, name, other, named in needs:
+        value = getattr(table, name)
+        if not other and value != table.__dataclass_fields__[name].default:
+            yield f"{table.table}.{name}={json.dumps(value)} does nothing without {named}"
+    if config.optimizer.warmup_steps > config.train.max_steps:
+        yield (
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} are more than "
+            f"train.max_steps={config.train.max_steps}, so the rate never comes to optimizer.lr"
+        )
 
 
 def _check_store(config: Config, folder: Location, *, resuming: bool) -> None:

@@ -84,14 +84,15 @@ class JobLayout:
         return max((n for n in range(1, ep) if ep % n == 0), default=1)
 
     def applied(self, config: Config) -> Config:
-        """The job under this layout alone, without states on nodes; with its uneven parts of the
-        experts where as many ranks share them out.
+        """The job under this layout alone, without states on nodes and records of choices; with its
+        uneven parts of the experts where as many ranks share them out.
 
         Raises:
             ValueError: the batch does not divide.
         """
         keys: _Keys = {
             "checkpoint.node_folder": None,
+            "moe.record_routing": None,
             "parallel.relayout": (),
             "moe.dispatch_ranks_per_node": self._ranks_per_node,
         }

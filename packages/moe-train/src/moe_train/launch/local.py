@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_train.cache import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError, check_type
-from moe_train.rank import ForkServer, RankError, RankJob, rank_file
+from moe_train.rank import OUT_OF_TIME, ForkServer, RankError, RankJob, rank_file
 
 STOP_GRACE_S = 300.0
 """How long ranks may take to finish their step and save after a request to stop."""
@@ -54,6 +54,7 @@ def run_local(
     stop_grace_s: float = STOP_GRACE_S,
     failure_grace_s: float = FAILURE_GRACE_S,
     stop_text: str = _STOP_TEXT,
+    started_s: float | None = None,
 ) -> signal.Signals | None:
     """Run `module` on `world_size` new processes of this machine until all have ended.
 
@@ -69,9 +70,11 @@ def run_local(
         stop_grace_s: seconds that ranks have to save after a request to stop.
         failure_grace_s: seconds that the others have to end after one rank has failed.
         stop_text: what a request to stop is answered with.
+        started_s: when the command was given, on the monotonic clock; None: now.
 
     Returns:
-        The signal on which the ranks saved and stopped, or None when they ran to the end.
+        The signal on which the ranks saved and stopped, or None when they ran to the end; SIGALRM
+        where a rank did so for the sake of the job's own time limit.
 
     Raises:
         RankFailedError: a rank failed or was killed; the message begins with the cause.
@@ -81,7 +84,8 @@ def run_local(
     check_type("module", module, str)
     with tempfile.TemporaryDirectory(prefix="moe-train-") as folder:
         run_dir = Path(folder)
-        job = RankJob(module=module, argv=list(argv), launcher_pid=os.getpid())
+        began_s = time.monotonic() if started_s is None else started_s
+        job = RankJob(module=module, argv=list(argv), launcher_pid=os.getpid(), started_s=began_s)
         write_atomic(run_dir / "job.json", json.dumps(asdict(job)))
         supervisor = _Supervisor(run_dir, world_size, stop_grace_s, failure_grace_s, stop_text)
         return supervisor.run()
@@ -134,7 +138,12 @@ class _Supervisor:
             )
         if failed:
             raise RankFailedError(self._report(failed))
-        return self._stop_signal
+        return self._stop_signal or (signal.SIGALRM if self._is_out_of_time() else None)
+
+    def _is_out_of_time(self) -> bool:
+        """Whether a rank has ended since the job's time was over."""
+        done = (rank_file(self._run_dir, rank, "done") for rank in range(self._world_size))
+        return any(file.read_text() == OUT_OF_TIME for file in done)
 
     def _start(self, port: int) -> None:
         size = self._world_size

@@ -21,17 +21,22 @@ from pathlib import Path
 from moe_train.errors import MoeTrainError
 from unified_ckpt.signals import SignalWatch
 
+OUT_OF_TIME = "out of time"
+"""What a rank's file `done` holds if that is why it has ended."""
+
 
 @dataclass(slots=True)
 class RankContext:
     """What a rank's job is given, and what it tells: `step` is the number of finished steps.
 
     Attributes:
-        started_s: when the rank's process began its job, on the monotonic clock.
+        started_s: when the job began, on the monotonic clock; of a command, when that was given.
+        out_of_time: whether the job has saved and ended for the sake of its own time limit.
     """
 
     signals: SignalWatch = field(default_factory=lambda: SignalWatch(()))
     step: int = 0
+    out_of_time: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -74,11 +79,12 @@ class RankError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """What every rank of a launch runs, and who launched it."""
+    """What every rank of a launch runs, who launched it, and when."""
 
     module: str
     argv: list[str]
     launcher_pid: int
+    started_s: float = field(default_factory=time.monotonic)
 
 
 def rank_file(run_dir: Path, rank: int, kind: str) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moe_train.cache import write_atomic
 from moe_train.rank.rank import (
+    OUT_OF_TIME,
     RankJob,
     RankJobError,
     rank_file,
@@ -34,6 +35,7 @@ def run_launched(run_dir: Path) -> int:
     """
     context, rank = watch_stop_signals(), rank_number()
     job = RankJob(**json.loads((run_dir / "job.json").read_bytes()))
+    context.started_s = job.started_s
     _die_with(job.launcher_pid, f"rank {rank}")
     write_atomic(rank_file(run_dir, rank, "pid"), str(os.getpid()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -42,7 +44,7 @@ def run_launched(run_dir: Path) -> int:
     except RankJobError as failure:
         write_atomic(rank_file(run_dir, rank, "error.json"), json.dumps(asdict(failure.error)))
         return 1
-    write_atomic(rank_file(run_dir, rank, "done"), "")
+    write_atomic(rank_file(run_dir, rank, "done"), OUT_OF_TIME if context.out_of_time else "")
     return 0
 
 

@@ -22,13 +22,12 @@ torn by a crash is dropped too.
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from moe_train.cache import write_atomic
 
 METRICS_FILE = "metrics.jsonl"
 EXPERT_LOAD = "expert_load/"
@@ -91,7 +90,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(text: str | bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
     except ValueError:
@@ -101,8 +100,25 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 def _keep_until(path: Path, step: int) -> None:
     if path.exists():
-        kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+        os.truncate(path, _end_of(path, step))
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Where the last whole line of at most this step ends; 0: there is none.
+
+    Read from the end, since a long run has written gigabytes.
+    """
+    if not step or not path.stat().st_size:
+        return 0
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = len(text)
+        while end:
+            start = text.rfind(b"\n", 0, end - 1) + 1
+            line = _parse(text[start:end]) if text[end - 1 : end] == b"\n" else None
+            if line is not None and line["step"] <= step:
+                break
+            end = start
+        return end
 
 
 def _plain(value: object) -> object:

@@ -5,7 +5,7 @@ Invariant: a picture is made from `metrics.jsonl` alone, so it can be made again
     write_plots(Path("runs/a/metrics.jsonl"), Path("runs/a"))   # loss.png, expert_load.png
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -27,9 +27,20 @@ class _Series:
 
     loss: _Points = field(default_factory=list)
     validation: _Points = field(default_factory=list)
-    load: dict[int, list[tuple[int, list[float]]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    load: dict[int, "_Loads"] = field(default_factory=lambda: defaultdict(_Loads))
+
+
+@dataclass(slots=True)
+class _Loads:
+    """Of one layer: the busiest expert over the mean, by step, and the rows of the last steps."""
+
+    ratios: _Points = field(default_factory=list)
+    recent: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_SMOOTHED_STEPS))
+
+    def add(self, step: int, counts: list[float]) -> None:
+        """Take the rows of each expert in a step."""
+        self.ratios.append((step, max(counts) * len(counts) / sum(counts)))
+        self.recent.append(counts)
 
 
 def write_plots(metrics_file: Path, output_dir: Path) -> list[Path]:
@@ -66,7 +77,7 @@ def _read(metrics_file: Path) -> _Series:
         for name, value in line.items():
             layer = name.removeprefix(EXPERT_LOAD)
             if layer != name and layer.isdecimal() and isinstance(value, list) and sum(value) > 0:
-                series.load[int(layer)].append((step, [float(count) for count in value]))
+                series.load[int(layer)].add(step, [float(count) for count in value])
     return series
 
 
@@ -107,7 +118,7 @@ def _running_mean(values: Sequence[float]) -> list[float]:
     return list((total[_SMOOTHED_STEPS:] - total[:-_SMOOTHED_STEPS]) / _SMOOTHED_STEPS)
 
 
-def _load_figure(figure_type: Any, load: Mapping[int, list[tuple[int, list[float]]]]) -> Any:
+def _load_figure(figure_type: Any, load: Mapping[int, _Loads]) -> Any:
     """Left: the share of routed rows of each expert at the end. Right: max over mean by step."""
     layers = sorted(load)
     figure = figure_type(figsize=(12, 5), layout="constrained")
@@ -120,9 +131,7 @@ def _load_figure(figure_type: Any, load: Mapping[int, list[tuple[int, list[float
     left.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     figure.colorbar(image, ax=left, label="fraction of the layer's rows")
     for layer in layers:
-        steps = [step for step, _ in load[layer]]
-        ratios = [max(counts) * len(counts) / sum(counts) for _, counts in load[layer]]
-        right.plot(steps, ratios, linewidth=1.2, label=f"layer {layer}")
+        right.plot(*zip(*load[layer].ratios, strict=True), linewidth=1.2, label=f"layer {layer}")
     right.axhline(1.0, color="grey", linewidth=1, linestyle="--")
     right.set_title("busiest expert over the mean (1 is even)")
     right.set_xlabel("step")
@@ -134,14 +143,14 @@ def _load_figure(figure_type: Any, load: Mapping[int, list[tuple[int, list[float
 
 
 def _last_shares(
-    load: Mapping[int, list[tuple[int, list[float]]]], layers: Sequence[int]
+    load: Mapping[int, _Loads], layers: Sequence[int]
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Share of rows by (layer, expert), NaN (drawn empty) where a layer has fewer experts."""
-    width = max(len(load[layer][-1][1]) for layer in layers)
+    width = max(len(load[layer].recent[-1]) for layer in layers)
     shares = np.full((len(layers), width), np.nan)
     for row, layer in enumerate(layers):
-        last = load[layer][-1][1]
-        recent = [c for _, c in load[layer][-_SMOOTHED_STEPS:] if len(c) == len(last)]
+        last = load[layer].recent[-1]
+        recent = [counts for counts in load[layer].recent if len(counts) == len(last)]
         counts = np.sum(recent, axis=0)
         shares[row, : len(last)] = counts / counts.sum()
     return shares

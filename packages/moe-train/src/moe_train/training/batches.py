@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_train.data import Batch, DataIdentity, JoinedSplit, id_hashes
+from moe_train.data import Batch, JoinedSplit, MixtureOrder, id_hashes
 from moe_train.labels import IGNORED_LABEL
 
 
@@ -63,11 +63,11 @@ class SampleReader:
 
     Args:
         train: None on stages that need no tokens: their batches are empty.
+        order: which sequence each sample means.
     """
 
-    def __init__(self, train: JoinedSplit | None, data: DataIdentity, plan: BatchPlan) -> None:
-        self._train, self._plan = train, plan
-        self._order = data.order()
+    def __init__(self, train: JoinedSplit | None, order: MixtureOrder, plan: BatchPlan) -> None:
+        self._train, self._plan, self._order = train, plan, order
 
     def read(self, first_sample: int) -> StepBatches:
         """The microbatches of the step that begins with sample `first_sample`, on the CPU."""

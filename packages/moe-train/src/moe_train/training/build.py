@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_pipeline import PipelineExecutor, Schedule
@@ -18,7 +19,7 @@ from moe_pipeline.executor import ExecutorOptions
 from moe_pipeline.schedules import Action
 from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
-from moe_train.data import prepare
+from moe_train.data import PreparedCorpus, prepare
 from moe_train.errors import TrainValueError
 from moe_train.layout import (
     ParameterLayout,
@@ -81,6 +82,8 @@ class Training:
     runner: StepRunner
     checkpointer: Checkpointer
     corpus: Corpus
+    prepared: PreparedCorpus | None
+    """Where the corpus lies, on ranks that read tokens."""
 
 
 def read_model_config(config: Config) -> DecoderConfig:
@@ -217,17 +220,46 @@ def _stage_options(config: Config, model: DecoderConfig, parallel: Parallel) -> 
     )
 
 
-def build_training(config: Config, parallel: Parallel) -> Training:
-    """Build this rank's training. Collective over all ranks."""
-    model = read_model_config(config)
+def build_training(
+    config: Config, parallel: Parallel, *, former: Training | None = None
+) -> Training:
+    """Build this rank's training. Collective over all ranks.
+
+    Args:
+        former: of the job in another layout. The new one has its decoder and its corpus, whatever
+            has become of the files from which it read them.
+
+    Raises:
+        ValueError: this rank's corpus is not that of rank 0.
+    """
+    model = read_model_config(config) if former is None else former.runner.stages.config
+    known = None if former is None else _known_corpus(former)
     needs_tokens = parallel.is_first or parallel.is_last
-    prepared = prepare(config) if needs_tokens else None
+    prepared = (known or prepare(config)) if needs_tokens else None
     corpus = open_corpus(config, parallel, prepared)
     files: dict[str, bytes] = {}
     if parallel.rank == 0 and prepared is not None:
         files = checkpoint_files(config, model, prepared.tokenizer)
     runner, checkpointer = build_runner(config, model, parallel, files)
-    return Training(parallel=parallel, runner=runner, checkpointer=checkpointer, corpus=corpus)
+    return Training(
+        parallel=parallel,
+        runner=runner,
+        checkpointer=checkpointer,
+        corpus=corpus,
+        prepared=prepared,
+    )
+
+
+def _known_corpus(former: Training) -> PreparedCorpus | None:
+    """The job's corpus as this rank has read it, or as rank 0 has, if this machine has it too.
+
+    Collective over all ranks.
+    """
+    told = [former.prepared]
+    dist.broadcast_object_list(told, src=0)
+    given = told[0]
+    is_here = given is not None and all(path.exists() for path in given.paths)
+    return former.prepared or (given if is_here else None)
 
 
 def build_runner(

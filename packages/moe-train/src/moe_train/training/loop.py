@@ -20,7 +20,7 @@ from pathlib import Path
 
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
-from moe_train.data import Batch, Ledger
+from moe_train.data import Batch, Ledger, MixtureOrder
 from moe_train.errors import TrainValueError
 from moe_train.optim import LrSchedule
 from moe_train.parallel import Parallel, Sizes, start
@@ -84,6 +84,7 @@ class TrainingLoop:
         schedule: the learning rate of every step.
         guard: tells which loss is too high.
         saver: writes the checkpoints.
+        order: which sequence each sample means, in every layout.
         in_force: the layout of the steps, and the loads of the experts in it.
         memory: told what this rank is busy with.
         places: where this rank has stood in the layouts so far, by their sizes.
@@ -96,6 +97,7 @@ class TrainingLoop:
     schedule: LrSchedule
     guard: SpikeGuard
     saver: Saver
+    order: MixtureOrder
     in_force: LayoutInForce = field(default_factory=LayoutInForce)
     memory: RankMemory = field(default_factory=RankMemory)
     places: dict[Sizes, Parallel] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class TrainingLoop:
             best_validation_loss=None if state is None else state.best_validation_loss,
         )
         in_force = LayoutInForce.of(config.parallel, state)
+        order = training.corpus.data.order(() if state is None else state.mixture_begin)
         return cls(
             config=config,
             training=training,
@@ -140,6 +143,7 @@ class TrainingLoop:
             schedule=schedule,
             guard=guard,
             saver=saver,
+            order=order,
             in_force=in_force,
             memory=memory or RankMemory(rank=training.parallel.rank),
         )
@@ -244,7 +248,7 @@ class TrainingLoop:
             last = step == train.max_steps
             stopping = result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
-                with self.memory.phase("validation"):
+                with self.memory.phase("validation"), pace.validation():
                     self.saver.note_validation(step, self._validate())
             if self.saver.is_due(step, result) or stopping or last:
                 with self.memory.phase("checkpoint"):
@@ -254,7 +258,8 @@ class TrainingLoop:
                 if self.saver.is_due_on_nodes(step):
                     self.saver.save_on_nodes(self._state())
             self.saver.look()
-            if stopping and is_over and self.reporter is not None:
+            context.out_of_time = stopping and is_over and not last
+            if context.out_of_time and self.reporter is not None:
                 minutes = f"train.exit_duration_minutes={train.exit_duration_minutes:g}"
                 logger.info("%s ends the job after step %d; go on with --resume", minutes, step)
             if stopping or last or step == until or result.relayout_requested:
@@ -333,7 +338,7 @@ class TrainingLoop:
         train, corpus = self.config.train, self.training.corpus
         first, size = self.position.consumed_samples, train.global_batch_size
         return BatchLoader(
-            SampleReader(corpus.train, corpus.data, self.plan),
+            SampleReader(corpus.train, self.order, self.plan),
             self.training.parallel.device,
             range(first, first + (train.max_steps - self.position.step) * size, size),
             depth=self.config.data.prefetch_batches,
@@ -372,6 +377,7 @@ class TrainingLoop:
             best_validation_loss=self.saver.best_validation_loss,
             expert_parts=self.in_force.parts,
             expert_rows=tuple(map(tuple, self.in_force.loads.rows_LE)),
+            mixture_begin=self.order.mixture.begin_of(self.position.consumed_samples),
             ledger=self.position.ledger,
         )
 

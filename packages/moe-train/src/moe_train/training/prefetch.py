@@ -73,7 +73,7 @@ class Prefetcher(Generic[T]):
         self._coming, self._thread = {}, None
         if thread is not None and self._pid == os.getpid():
             thread.shutdown(wait=False, cancel_futures=True)
-            wait(coming, self._timeout_s)
+            wait([one for one in coming if not one.cancelled()], self._timeout_s)
 
     def _look_ahead(self, keys: range) -> None:
         """Have the batches of `keys` made, and forget those that nobody will ask for."""

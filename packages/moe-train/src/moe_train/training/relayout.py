@@ -62,7 +62,7 @@ def relaid_out(
     before = _stages(training, held)
     cards = [parallel.device] if parallel.device.type == "cuda" else []
     with torch.random.fork_rng(cards):  # weights are drawn, and then overwritten
-        made = build_training(config, parallel)
+        made = build_training(config, parallel, former=training)
     room = _tensors(made) | {_AVERAGE: made.checkpointer.room_for_average()}
     after = _stages(made, room)
     most_bytes = 0

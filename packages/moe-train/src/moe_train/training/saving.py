@@ -39,7 +39,7 @@ class Saver:
         best_validation_loss: the lowest of the run so far; None: none yet.
         saved: the last checkpoint written, if any.
         failure: why the last save failed; empty when it did not.
-        longest_s: what the longest save has taken of the training's time.
+        longest_s: what the longest save has taken, with what was written beside training.
         stop_reason: the failed save that ends the run (`checkpoint.stop_on_save_error`), if any.
     """
 
@@ -57,6 +57,8 @@ class Saver:
     _tried_s: float = field(default_factory=time.monotonic)
     _validated: tuple[int, float] | None = None  # at which step, and its loss
     _best_step: int = -1
+    _began_s: dict[int, float] = field(default_factory=dict)  # saves beside training, by step
+    _is_in_storage: bool = False  # a save there began in this run, on every rank
 
     def open(self) -> None:
         """Start what saves beside training, with memory for the state. Collective.
@@ -95,7 +97,7 @@ class Saver:
         Raises:
             CheckpointNotSavedError: it failed, and `checkpoint.stop_on_save_error` is set.
         """
-        self._tried_s = time.monotonic()
+        self._tried_s, self._is_in_storage = time.monotonic(), True
         step, loss = self._validated or (-1, None)
         loss = loss if step == state.step else None
         try:
@@ -105,6 +107,7 @@ class Saver:
             else:
                 # A failure that nobody has seen would fail this save as well.
                 self._note_outcomes(copies_next=True)
+                self._began_s[state.step] = self._tried_s
                 self.beside.begin(state, loss=self._loss, validation_loss=loss)
                 self.look(wait=at_end)
         except CheckpointNotSavedError as error:
@@ -161,6 +164,9 @@ class Saver:
         for outcome in self.beside.outcomes(
             wait=wait, keep_older=keep_older, copies_next=copies_next
         ):
+            now_s = time.monotonic()
+            taken_s = now_s - self._began_s.pop(outcome.step, now_s)
+            self.longest_s = max(self.longest_s, taken_s)
             if outcome.failure:
                 self._note_failure(outcome.failure, told=not wait, kept=outcome.place is None)
             elif outcome.place is not None:
@@ -189,7 +195,7 @@ class Saver:
         So a resume always finds a checkpoint that says what the run was. When it fails, that is one
         line, and the state before stays.
         """
-        if self.saved is None and self.first_step == 0:
+        if not self._is_in_storage and self.first_step == 0:
             self.save(state)
         nodes = self.checkpointer.nodes
         if nodes is None:
