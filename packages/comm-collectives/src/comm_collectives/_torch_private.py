@@ -2,13 +2,13 @@
 
 `torch.distributed` keeps the store of the default group and a group's time limit to itself; the
 failure reports need the one and control exchanges the other. A backend's base class is private as
-well, and so are the number of the backward pass that runs and the hook at its end.
+well, and so are the number of the backward pass that runs, the hook at its end, and what runs it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -127,6 +127,25 @@ def backward_pass_id() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have the backward pass that runs call this if it ends well, and let go of it in any case."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@cache
+def watch_failed_backwards(call: Callable[[Sequence[Any]], None]) -> None:
+    """Have this called after each backward pass that raises, with what the pass began with.
+
+    Only once for each function, and for the rest of the process.
+    """
+    run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @wraps(run)
+    def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(outputs, *args, **kwargs)
+        except BaseException:
+            call(outputs)
+            raise
+
+    torch.autograd._engine_run_backward = watched  # type: ignore[attr-defined, assignment]
 
 
 def backends_may_be_python() -> bool:

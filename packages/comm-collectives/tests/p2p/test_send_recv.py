@@ -182,6 +182,30 @@ def test_gradient_that_nobody_wants_is_discarded() -> None:
     run_ranks(fn, 2)
 
 
+def test_backward_that_raises_ahead_of_what_was_received_is_an_error_at_the_sender() -> None:
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("no memory")
+
+    def fn(rank: int, world_size: int) -> None:
+        if rank == 0:
+            x = torch.ones(3, requires_grad=True)
+            token = send(x * 1, dst=1, timeout_s=30)
+            match = "a backward pass of rank 1 ended in an exception ahead of what it had received"
+            with pytest.raises(MismatchError, match=match):
+                token.sum().backward()
+            assert x.grad is None
+        else:
+            y = recv(src=0) * 2
+            y.register_hook(fails)
+            with pytest.raises(ValueError, match="no memory"):
+                y.sum().backward()
+            del y
+            gc.collect()
+        dist.barrier()
+
+    run_ranks(fn, 2)
+
+
 def test_nothing_is_kept_of_transfers_whose_graphs_are_gone() -> None:
     def fn(rank: int, world_size: int) -> None:
         for i in range(12):

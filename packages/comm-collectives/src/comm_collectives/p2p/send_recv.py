@@ -20,10 +20,10 @@ from weakref import ref
 import torch
 from torch.autograd.function import once_differentiable
 
-from comm_collectives._torch_private import graph_break
+from comm_collectives._torch_private import graph_break, watch_failed_backwards
 from comm_collectives.base import check_dense, new_tensor
-from comm_collectives.base.transport import WANTS_GRADIENT
-from comm_collectives.call.autograd import wants_grad
+from comm_collectives.base.transport import BACKWARD_FAILED, WANTS_GRADIENT
+from comm_collectives.call.autograd import tell_of_failure, wants_grad
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.call.handles import CallLater, CallNow, Handle, launch_on, put_in_graph
 from comm_collectives.call.pairs import Lane, Transfer
@@ -183,13 +183,14 @@ def _attach_sent(y: torch.Tensor, lane: Lane, transfer: Transfer) -> torch.Tenso
     return put_in_graph((y,), make)[0]
 
 
-def _give(lane: Lane, transfer: Transfer, grads: Sequence[torch.Tensor]) -> None:
+def _give(lane: Lane, transfer: Transfer, grads: Sequence[torch.Tensor], flags: int = 0) -> None:
     """Send the gradient of what was received, without waiting; nothing stands for zeros."""
-    lane.send(transfer.state, "recv (backward)", grads, transfer.src, key=transfer.place)
+    name, key = "recv (backward)", transfer.place
+    lane.send(transfer.state, name, grads, transfer.src, key=key, flags=flags)
 
 
-def _give_none(lane: Lane, transfer: Transfer) -> None:
-    _give(lane, transfer, [])
+def _give_none(lane: Lane, transfer: Transfer, flags: int = 0) -> None:
+    _give(lane, transfer, [], flags)
     lane.pairs[transfer.src].sent.pop(transfer.place, None)
 
 
@@ -213,6 +214,11 @@ class _Sent(torch.autograd.Function):
             back = replace(sent, name="send (backward)", holds=False)
             message = ctx.lane.take(ticket, back)
             ctx.wanted.is_taken = True
+            if message.flags & BACKWARD_FAILED:
+                raise MismatchError(
+                    f"{back}: a backward pass of rank {sent.state.ranks[sent.dst]} ended in an "
+                    "exception ahead of what it had received, so no gradient of that will come"
+                )
             # Once for all, if the receiver does not use what it got.
             ctx.is_zero = not message.tensors
         if ctx.is_zero:
@@ -231,6 +237,8 @@ class _Received(torch.autograd.Function):
         alive: "_Alive",
     ) -> torch.Tensor:
         ctx.lane, ctx.transfer, ctx.alive = lane, transfer, alive
+        ctx.when_pass_fails = alive.fail
+        watch_failed_backwards(tell_of_failure)
         return y
 
     @staticmethod
@@ -243,18 +251,23 @@ class _Received(torch.autograd.Function):
 
 @final
 class _Alive:
-    """Lives as long as the graph of a received tensor; without a backward its gradient is zeros."""
+    """Lives as long as the graph of a received tensor; without a backward its gradient is zeros,
+    or nobody knows it, if one has failed."""
 
     def __init__(self, lane: Lane, transfer: Transfer) -> None:
         self._lane, self._transfer = lane, transfer
-        self.is_used = False
+        self.is_used, self._flags = False, 0
+
+    def fail(self) -> None:
+        """Note that a backward pass has failed that might have come here."""
+        self._flags = BACKWARD_FAILED
 
     def __del__(self) -> None:
-        lane, transfer = self._lane, self._transfer
+        lane, transfer, flags = self._lane, self._transfer, self._flags
         if self.is_used:
             lane.pairs[transfer.src].sent.pop(transfer.place, None)
         else:
-            lane.later(lambda: _give_none(lane, transfer))
+            lane.later(lambda: _give_none(lane, transfer, flags))
 
 
 @final

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import default_store, store_host
+from comm_collectives.base.streams import sockets
 from comm_collectives.base.streams.sockets import SocketStreams
 from comm_collectives.errors import PeerFailedError
 from ranktest import collect_ranks, run_ranks
@@ -175,3 +176,37 @@ def test_host_of_the_store_is_known_for_a_server_only() -> None:
         return store_host(dist.HashStore()) is None
 
     assert run_ranks(fn, 1) == [True]
+
+
+def test_a_peer_whose_name_means_this_machine_is_no_dead_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a machine whose hosts file gives its own name a loopback address."""
+
+    def fn(rank: int, world_size: int) -> None:
+        streams = _streams(rank, world_size)
+        if rank == 1:
+            streams._addresses[0] = f"{'0' * 32} 9 127.0.1.1"
+            streams._refused(0, ConnectionRefusedError())  # of a rank of this machine that ended
+            monkeypatch.setattr(sockets, "_own_host", lambda store: "10.1.2.3")
+            with pytest.raises(PeerFailedError, match=r"cannot be reached at 127.0.1.1 .*GLOO_SOC"):
+                streams._refused(0, ConnectionRefusedError())
+
+    run_ranks(fn, 2)
+
+
+def test_a_machine_whose_name_means_itself_is_known_by_its_way_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def by_hosts_file(host: str, *args: object, **kwargs: object) -> object:
+        return resolve("127.0.1.1" if host == "node1" else host, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", by_hosts_file)
+    hosts = {}
+    for name in ("node1", "localhost", "127.0.0.1"):
+        monkeypatch.setattr(sockets, "store_host", lambda store, name=name: name)
+        hosts[name] = sockets._own_host(None)  # type: ignore[arg-type]
+    assert hosts["node1"] == (sockets._way_out() or "127.0.0.1")
+    assert {hosts["localhost"], hosts["127.0.0.1"]} <= {"127.0.0.1", "::1"}

@@ -4,6 +4,7 @@ The oracle computes the outputs of all ranks from the inputs of all ranks in one
 of a rank is its outputs times fixed weights; the gradients are those of the sum of all losses.
 """
 
+import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from comm_collectives.collectives.gathers import all_gather, reduce_scatter
 from comm_collectives.collectives.rooted import gather, scatter
 from comm_collectives.errors import LostGradientWarning, MismatchError
 from ranktest import run_ranks
+from ranktest.memory import resident_bytes
 
 # A rank that takes part with zeros loses the gradients that the others have for it; see the test.
 pytestmark = pytest.mark.filterwarnings("ignore::comm_collectives.errors.LostGradientWarning")
@@ -284,6 +286,53 @@ def _two_calls(rank: int, bad: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, cc.all_to_all(y, input_splits=[1, 1, 1]).sum()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("name", ["backward", "grad", "dispatch and combine"])
+def test_backward_that_raises_ahead_of_every_call_is_an_error_on_all(
+    name: str, keeps: bool
+) -> None:
+    """As one that has no memory for the head; the program may have dropped its loss."""
+
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(4, 8, requires_grad=True)
+        if name == "dispatch and combine":
+            choices, weights = torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+            d = cc.dispatch(x, choices, weights, num_experts=2, group=dist.group.WORLD)
+            y = cc.combine(d.x * d.topk_weights[:, None], d.handle)
+            del d
+        else:
+            y = cc.all_reduce(x)
+        head = y * 1.0
+        if rank == 1:
+            head.register_hook(_raise)
+        loss, kept = head.sum(), [head] if keeps else []
+        del head, y
+        with pytest.raises(ValueError if rank == 1 else MismatchError) as caught:
+            _ = torch.autograd.grad(loss, x) if name == "grad" else loss.backward()
+        del loss
+        assert rank == 1 or "a backward pass here ended in an exception" in str(caught.value)
+        time.sleep(2.0 if rank == 1 else 0.0)
+        assert cc.all_reduce(torch.ones(1)).item() == world_size
+        del kept
+
+    run_ranks(fn, 2, timeout_s=60)
+
+
+def test_backward_that_raises_elsewhere_is_none_of_ours() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = cc.all_reduce(x)
+        other = torch.ones(1, requires_grad=True) * 2
+        other.register_hook(_raise)
+        with pytest.raises(ValueError, match="no memory"):
+            other.backward()
+        time.sleep(1.5 * rank)
+        y.sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+
+    run_ranks(fn, 2, timeout_s=60)
+
+
 @pytest.mark.parametrize("meets", ["on one host", "across hosts"])
 @pytest.mark.parametrize("then", ["goes on", "waits elsewhere", "keeps the loss and waits"])
 def test_backward_that_raises_on_one_rank_is_an_error_on_all(
@@ -518,3 +567,18 @@ def test_complex_gradients_are_torchs() -> None:
             assert torch.allclose(x.grad, stacked.grad[rank].repeat(repeat))
 
     run_ranks(fn, 2)
+
+
+def test_graphs_that_were_dropped_keep_no_data_of_their_calls() -> None:
+    """As those of an evaluation that forgot no_grad."""
+
+    def fn(rank: int, world_size: int) -> int:
+        x = torch.ones(1 << 18, requires_grad=True)
+        cc.all_reduce(x, op="max")
+        before = resident_bytes()
+        for _ in range(60):  # whose backward needs what was the largest, where it runs
+            cc.all_reduce(x, op="max")
+        gc.collect()
+        return resident_bytes() - before
+
+    assert max(run_ranks(fn, 2)) < 20 * (1 << 20)

@@ -12,6 +12,7 @@ from comm_collectives.call.groups.groups import group_state
 from comm_collectives.call.pairs import pair
 from comm_collectives.call.pairs.lane import Lane
 from comm_collectives.call.pairs.pair import Word
+from comm_collectives.collectives import drop_in
 from comm_collectives.errors import MismatchError
 from ranktest import mark, more_than_sockets_hold, run_ranks, until_marked
 
@@ -66,6 +67,19 @@ def test_messages_of_several_threads_do_not_mix() -> None:
         lane.send(state, "test", [], 0, key=99).wait()
 
     run_ranks(fn, 2)
+
+
+def test_what_came_from_any_rank_is_not_kept_for_the_others() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        if rank == 0:
+            for _ in range(20):
+                drop_in.recv(torch.zeros(3))
+            assert not any(pair._tickets for pair in Lane.of(group_state(None)).pairs.values())
+        elif rank == 1:
+            for _ in range(20):
+                drop_in.send(torch.ones(3), 0)
+
+    run_ranks(fn, 3)
 
 
 def test_word_of_waits_does_not_pile_up_beside_messages_in_order() -> None:

@@ -439,3 +439,21 @@ def test_a_store_that_does_not_answer_delays_no_wait(monkeypatch: pytest.MonkeyP
 
     took_s, threads = run_ranks(fn, 2, timeout_s=_LIMIT_S)[0]
     assert took_s < 3.5 and threads <= 2
+
+
+def test_a_program_that_only_dispatches_is_told_of_a_circle_of_groups() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        groups = [dist.new_group() for _ in range(2)]
+
+        def dispatch(group: dist.ProcessGroup) -> None:
+            choices, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+            cc.dispatch(torch.ones(2, 4), choices, weights, num_experts=2, group=group)
+
+        for group in groups:
+            dispatch(group)
+        started = time.monotonic()
+        with pytest.raises(MismatchError, match="wait for each other in 2 groups"):
+            dispatch(groups[rank])
+        return time.monotonic() - started
+
+    assert max(run_ranks(fn, 2, timeout_s=_LIMIT_S)) < _LIMIT_S / 3

@@ -280,8 +280,9 @@ class SocketStreams(Streams):
         if connection is not None:
             connection.close()
         self._mark(peer)
-        if not isinstance(error, ConnectionRefusedError | ConnectionResetError):
-            _, port, host = self._addresses[peer].split(" ", 2)
+        _, port, host = self._addresses[peer].split(" ", 2)
+        is_here = _is_loopback(host) and not _is_loopback(_own_host(self._store))
+        if is_here or not isinstance(error, ConnectionRefusedError | ConnectionResetError):
             raise PeerFailedError(
                 f"rank {peer} of the group cannot be reached at {host} port {port} ({error}); "
                 f"{_REMEDY}"
@@ -321,7 +322,8 @@ def _own_host(store: Store) -> str:
             family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing, and finds the way
-                return str(probe.getsockname()[0])
+                own = str(probe.getsockname()[0])
+            return (_way_out() or own) if _is_named_loopback(host, own) else own
     for host in (socket.gethostname(), "127.0.0.1"):
         with suppress(OSError):
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -329,6 +331,23 @@ def _own_host(store: Store) -> str:
                 probe.bind(found[4][:2])
                 return str(found[4][0])
     return "127.0.0.1"
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "::1" or host.startswith("127.")
+
+
+def _is_named_loopback(host: str, own: str) -> bool:
+    """Whether a machine's name means itself alone there, as in the hosts file of some systems."""
+    return _is_loopback(own) and not _is_loopback(host) and host != "localhost"
+
+
+def _way_out() -> str | None:
+    """Return the address that this machine has for others, if it has a way to any."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 1))  # of nobody (RFC 5737); sends nothing
+        return str(probe.getsockname()[0])
+    return None
 
 
 def _host_of_interface(name: str) -> str:

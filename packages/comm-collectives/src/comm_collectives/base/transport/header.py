@@ -18,6 +18,7 @@ from comm_collectives.base import DTYPES, dtype_code
 
 _MAGIC = 0x6D6F65_636F6D6D  # guards against reading another program's message as a header
 WANTS_GRADIENT = 1  # a flag: the sender waits for a gradient of what it sends
+BACKWARD_FAILED = 2  # a flag of what stands for a gradient that will not come
 _WORD = struct.Struct("<q")
 _KINDS = ("cpu", "cuda", "xpu", "mtia", "npu", "hpu", "mps")
 

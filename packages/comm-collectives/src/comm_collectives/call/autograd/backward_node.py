@@ -101,6 +101,7 @@ class _Node(torch.autograd.Function):
     ) -> Gradients:
         ctx.set_materialize_grads(True)
         ctx.origin, ctx.back, ctx.alive = origin, back, alive
+        ctx.when_pass_fails = origin.fail
         ctx.save_for_backward(joins)
         # A view of the bytes that arrived could not be changed in place by the caller.
         return tuple(y.data if y._is_view() else y for y in outputs)
@@ -151,7 +152,8 @@ class _Serving:
         needs: Sequence[bool],
         kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
     ) -> None:
-        self._origin, self._back, self._needs, self._kinds = origin, back, needs, kinds
+        self._origin, self._needs, self._kinds = origin, needs, kinds
+        self._run, self._others_lose = back.run, back.others_lose  # and no data, as of `finish`
 
     def __call__(self, call: Call) -> None:
         # Bits of zeros are zeros in every dtype that has them.
@@ -161,7 +163,7 @@ class _Serving:
             )
             for shape, dtype, device in self._kinds
         )
-        gradients, origin = self._back.run(zeros, call), self._origin
+        gradients, origin = self._run(zeros, call), self._origin
         pairs = zip(gradients, self._needs, strict=False)
         if not any(needed and bool(x.any()) for x, needed in pairs):
             return
@@ -170,7 +172,7 @@ class _Serving:
             "gradients for its input, which are lost, since this rank's loss does not use its "
             "output; use it on every rank, for example by adding 0 * output.sum() to the loss"
         )
-        if self._back.others_lose:
+        if self._others_lose:
             origin.state.pending.lost = text
         else:
             rank = origin.state.global_rank

@@ -1,13 +1,14 @@
 """Backward passes of this rank that ran nodes of ours: did they end well, what did they leave out.
 
 Torch calls what is queued with a pass when the pass ends well, and drops it uncalled when the pass
-ends in an exception, before that reaches the program: so nothing has to be wrapped around
-`backward()`.
+ends in an exception, before that reaches the program. A pass that fails before it comes to a node
+of ours has nothing queued; what runs passes is wrapped, and tells the nodes above where it began.
 
 Invariant: a graph of which a pass ran a part counts as touched, and after a pass that failed
 everything owed on this rank counts as failed. Neither gets zeros; see `PendingBackwards`.
 
     note_node(ctx, origin)            # first thing in the backward of every node
+    ctx.when_pass_fails = tell        # called when a pass fails that might have come to the node
 """
 
 import itertools
@@ -16,7 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, final
 from weakref import WeakSet, WeakValueDictionary
 
-from comm_collectives._torch_private import at_end_of_backward, backward_pass_id
+from comm_collectives._torch_private import (
+    at_end_of_backward,
+    backward_pass_id,
+    watch_failed_backwards,
+)
 from comm_collectives.call import Call
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.signature import CallSite
@@ -45,7 +50,13 @@ class Origin:
     def owe(self, serve: Callable[[Any], None]) -> None:
         """Note that this rank owes the backward; `serve` takes part in it with zeros."""
         _STATES.add(self.state)
+        watch_failed_backwards(tell_of_failure)
         self.state.pending.add(self.number, serve, order=self.order)
+
+    def fail(self) -> None:
+        """Note that a pass has failed that might have come to the backward."""
+        for state in _states_of(self.state.global_rank):
+            state.pending.fail()
 
 
 @final
@@ -86,6 +97,19 @@ def note_node(node: Any, origin: Origin) -> None:
         at_end_of_backward(begun)
         del begun
     _PASSES[number].nodes.append(node)
+
+
+def tell_of_failure(outputs: Sequence[Any]) -> None:
+    """Tell the nodes above that the pass from these tensors, or edges of a graph, has failed."""
+    todo = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
+    seen: set[Any] = {None}
+    while todo:
+        node: Any = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        getattr(node, "when_pass_fails", int)()
+        todo += [above for above, _ in node.next_functions]
 
 
 def _states_of(rank: int) -> list[GroupState]:

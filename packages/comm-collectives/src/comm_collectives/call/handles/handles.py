@@ -176,9 +176,12 @@ def turn(state: GroupState | None) -> Iterator[None]:
         yield
         return
     worker = state.worker
-    if worker is not None and worker.is_busy and not worker.is_here():
-        worker.submit(int).result()
+    if worker is None or not worker.is_here():
+        state.users.add()
+        if worker is not None and worker.is_busy:
+            worker.submit(int).result()
     with state.lock:
+        state.prepare()
         yield
 
 

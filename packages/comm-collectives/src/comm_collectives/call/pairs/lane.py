@@ -154,7 +154,7 @@ class Lane:
         try:
             self._wait(lambda: ticket.message is not None, transfer, ticket)
         finally:
-            if ticket.message is None:
+            if ticket.message is None or transfer.src == ANY_RANK:  # all pairs have that one
                 with self.changed:
                     for pair in self._pairs_of(_peer_of(transfer)):
                         pair.withdraw(ticket)
