@@ -23,7 +23,7 @@ from moe_pipeline.schedules import StageCosts
 from moe_train.config import Config
 from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
-from moe_train.jobs._torch_private import fake_store
+from moe_train.jobs._torch_private import fake_store, know_fp8_products
 from moe_train.parallel import Parallel, start
 from moe_train.training import build_runner, build_stages, read_model_config
 from moe_train.training.memory import LABELS, RankMemory
@@ -138,6 +138,7 @@ def _alone(config: Config, rank: int) -> Iterator[Parallel]:
         raise MoeTrainError(
             "a rank is planned in a process of its own, and this one is a rank of a job already"
         )
+    know_fp8_products()
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=config.world_size)
     try:
         parallel = start(config)
