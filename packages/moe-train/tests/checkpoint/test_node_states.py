@@ -2,10 +2,14 @@
 
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +20,10 @@ import pytest
 from moe_train.checkpoint.node_states import NodeStates
 from moe_train.config import Config
 from moe_train.jobs.job import check, train
+from moe_train.parallel import start
 from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
+from moe_train.training import TrainingLoop, build_training
 from ranktest import collect_ranks, run_ranks
 from unified_ckpt.errors import DamagedCheckpointWarning
 from unified_ckpt.tiers import held_copies
@@ -174,3 +180,56 @@ def test_each_run_has_a_folder_of_its_own_on_a_node(configure: Configure) -> Non
         assert states.options.path.name.startswith("run-")
         folders.add(states.options.path)
     assert len(folders) == 2
+
+
+def test_the_command_goes_on_from_the_newest_state_of_the_nodes(
+    configure: Configure, tmp_path: Path, memory: Path
+) -> None:
+    configure()
+    program = "import sys; from moe_train.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "train", str(tmp_path / "job.toml")]
+    command += [key for key in KEYS[2:]] + ["checkpoint.node_copies=0"]
+    command += [f"checkpoint.node_folder={memory}", "train.validation_interval_steps=1000"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    with subprocess.Popen([*command, "train.max_steps=100000"]) as running:
+        until_s = time.monotonic() + 120
+        while not metrics.exists() or max([0, *losses_in(tmp_path / "run")]) < 8:
+            assert time.monotonic() < until_s and running.poll() is None
+            time.sleep(0.05)
+        running.kill()
+    last = max(losses_in(tmp_path / "run"))
+    # A time limit of groups says nothing about who holds what.
+    again = [*command, f"train.max_steps={last + 4}", "parallel.timeout_s=77", "--resume"]
+    ended = subprocess.run(again, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = re.search(rf"step (\d+) is loaded from {memory}", ended.stderr)
+    assert found is not None and int(found[1]) >= 6, ended.stderr
+    assert (tmp_path / "run" / f"checkpoint-{last + 4}").is_dir()
+
+
+def test_a_rank_whose_first_save_has_not_ended_saves_no_second_one(
+    configure: Configure, tmp_path: Path, memory: Path
+) -> None:
+    """Ranks learn of the end of a save beside training each in its own time."""
+    config = configure(*KEYS[1:], "checkpoint.save_mode=async")
+    check(config, "")
+
+    def run(rank: int, _: int) -> int:
+        placed = on_node(config, memory, "a")
+        training = build_training(placed, start(placed))
+        loop = TrainingLoop.begin(placed, training, None)
+        loop.saver.open()
+        loop.saver.save_on_nodes(loop._state())
+        loop.saver.saved = None
+        begun = training.checkpointer.background
+        assert begun is not None
+        seen: list[int] = []
+        begin = begun.begin
+        begun.__class__.begin = lambda *a, **k: seen.append(1) or begin(*a[1:], **k)  # type: ignore
+        loop.saver.save_on_nodes(loop._state())
+        loop.saver.look(wait=True)
+        training.checkpointer.close()
+        return len(seen)
+
+    assert run_ranks(run, 1, timeout_s=120) == [0]

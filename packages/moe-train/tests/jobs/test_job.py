@@ -2,8 +2,9 @@
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -205,6 +206,25 @@ def test_a_job_goes_on_from_the_named_checkpoint_in_a_folder_of_its_own(
     assert read_state(tmp_path / "run/checkpoint-3").consumed_samples == 36
 
 
+def test_layers_for_further_tokens_may_be_trained_from_a_resume_on(
+    configure: Configure, tmp_path: Path, of_family: Callable[[str], Any]
+) -> None:
+    """Their weights are in the checkpoint of a job that did not train them, and no moments."""
+    keys, model = of_family("deepseek_v3")
+
+    def run(folder: str, resume: str, *more: str, allow: Sequence[str] = ()) -> None:
+        config = configure(*keys, f"train.output_dir={tmp_path / folder}", *more, **model)
+        source = check(config, resume, allow)
+        run_ranks(lambda *_: train(config, str(source or ""), RankContext()), 1)
+
+    run("first", "", "train.max_steps=1")
+    begin = f"model.init_from={tmp_path / 'first' / 'checkpoint-1'}"
+    run("then", "", begin, "train.max_steps=1", "train.mtp_loss_coef=0")
+    asked = [begin, "train.max_steps=2", "train.mtp_loss_coef=0.3"]
+    run("then", "latest", *asked, allow=["train.mtp_loss_coef"])
+    assert (tmp_path / "then" / "checkpoint-2").is_dir()
+
+
 def test_what_stands_where_a_later_save_goes_is_refused_before_training(
     configure: Configure, trained_run: Path, tmp_path: Path
 ) -> None:
@@ -246,6 +266,22 @@ def test_auto_tells_in_one_line_that_four_ranks_of_a_machine_with_one_card_train
         "warning: train.device='auto' trains on the CPU: this machine has fewer CUDA devices (1) "
         "than ranks; start fewer ranks to use them"
     )
+
+
+def test_keys_that_do_nothing_without_another_one_are_told_or_refused(
+    configure: Configure, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ["train.loss_spike_window=8", "train.max_skipped_steps=2", "checkpoint.node_copies=2"]
+    keys += ["checkpoint.ema_interval_steps=5", "checkpoint.node_interval_steps=7"]
+    keys += ['moe.token_drop_policy="position"', "moe.expert_bias_update_rate=0.01"]
+    check(configure(*keys, "optimizer.warmup_steps=50"), "")
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    for key in keys:
+        (line,) = (line for line in told if f"{key} does nothing without" in line)
+    assert line.endswith("without moe.update_expert_bias=true")
+    assert any("warmup_steps=50 are more than train.max_steps=" in line for line in told)
+    with pytest.raises(ValueError, match='on_loss_spike="skip" leaves out no update without'):
+        configure("train.on_loss_spike=skip")
 
 
 def test_what_the_cpu_cannot_do_is_refused_and_what_it_need_not_is_a_line(

@@ -132,6 +132,19 @@ def test_an_average_that_is_not_continued_or_begins_late_is_a_line(
     assert "checkpoint-2 holds a moving average, which is not continued" in said[1]
 
 
+def test_an_average_of_another_part_begins_anew_with_a_line(configure: Configure) -> None:
+    """That of master weights lacks what is not trained, which one of the weights has."""
+    kept = ("checkpoint.save_mode=zero_cost", "checkpoint.ema_decay=0.5")
+    low = configure(*kept, "train.max_steps=1", "train.dtype=bfloat16", "train.master_weights=true")
+    check(low, "")
+    run_ranks(lambda *_: _lines(low, ""), 1)
+    config = configure(*kept, "train.max_steps=2")
+    check(config, "latest")
+    (line,) = (x for x in run_ranks(lambda *_: _lines(config, "latest"), 1)[0] if "average" in x)
+    assert "is one of its master_weights, and this job would average its model" in line
+    assert line.endswith("the average begins with step 2")
+
+
 def _lines(config: Config, resume: str) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()

@@ -113,8 +113,9 @@ class TrainConfig(Table):
         on_resume="asked",
     )
     exit_duration_minutes: float = key(
-        "save and end before the job is so old, for schedulers that end jobs at a time; room is "
-        "left for the longest step and save so far; inf: no such end",
+        "save and end before the command is so old (exit code 143, as after SIGTERM), for "
+        "schedulers that end jobs at a time; room is left for the longest step, validation and "
+        "save so far; inf: no such end",
         unit="minutes",
         default=math.inf,
         above=0,
