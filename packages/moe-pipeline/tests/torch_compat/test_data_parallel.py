@@ -83,7 +83,7 @@ def gradient_of(parameter):
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def gradients_are_those_of_one_process(name, wrap, mesh, fuses=False):
+def gradients_are_those_of_one_process(name, wrap, mesh, fuses=False, evaluates=False):
     places, pp, dp = PLACES[name], mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     modules = blocks(len(places))
     mine = {i: wrap(modules[i], mesh) for i, place in enumerate(places) if place == pp}
@@ -98,7 +98,10 @@ def gradients_are_those_of_one_process(name, wrap, mesh, fuses=False):
     for turn in range(2):  # the second step adds to the gradients of the first
         x, target = batch(turn, dp)
         last = len(places) - 1 in mine
-        schedule.step(*((x,) if pp == 0 else ()), target=target if last else None)
+        given = (x,) if pp == 0 else ()
+        if evaluates:
+            schedule.eval(*given, target=target if last else None)
+        schedule.step(*given, target=target if last else None)
         wanted = expected(len(places), turn + 1)
         for i, module in mine.items():
             inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -128,6 +131,17 @@ def test_sharded_stages_have_the_averaged_gradients_of_one_process():
         for name in PLACES:
             for fuses in (False, True):
                 gradients_are_those_of_one_process(name, sharded, mesh, fuses)
+
+    run_ranks(fn, 4)
+
+
+@needs_finalize
+def test_an_evaluation_leaves_the_gradients_of_the_next_step_of_sharded_stages_right():
+    """After a forward without backward FSDP2 keeps the parameters of its root whole."""
+
+    def fn(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        gradients_are_those_of_one_process("1F1B", sharded, mesh, evaluates=True)
 
     run_ranks(fn, 4)
 

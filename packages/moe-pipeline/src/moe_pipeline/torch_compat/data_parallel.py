@@ -63,6 +63,13 @@ def reuses_memory_of_gradients(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) and module.gradient_as_bucket_view
 
 
+def reshard(modules: Sequence[nn.Module]) -> None:
+    """Let FSDP2 give up what a forward without backward left whole: shares have the gradients."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def reduced_once(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let wrapped modules add up gradients meanwhile, and reduce them at the end; collective.

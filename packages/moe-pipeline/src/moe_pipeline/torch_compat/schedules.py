@@ -26,7 +26,11 @@ from moe_pipeline.schedules.generators import SCHEDULES
 from moe_pipeline.schedules.table import COMPUTE, Kind, Schedule, add_transfers
 from moe_pipeline.schedules.views import read_csv
 from moe_pipeline.torch_compat.batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
-from moe_pipeline.torch_compat.data_parallel import reduced_once, reuses_memory_of_gradients
+from moe_pipeline.torch_compat.data_parallel import (
+    reduced_once,
+    reshard,
+    reuses_memory_of_gradients,
+)
 from moe_pipeline.torch_compat.keywords import ScheduleKeywords, checked_keywords
 from moe_pipeline.torch_compat.stages import (
     LossFunction,
@@ -138,6 +142,7 @@ class PipelineSchedule(metaclass=_ScheduleType):
         )
         modules = [stage.submod for _, stage in sorted(self._stages.items())]
         divided: AbstractContextManager[None] = nullcontext()
+        reshard(modules if backward else ())
         if backward and self._scale_grads:
             divided = divided_gradients(
                 self._parameters(),
