@@ -2,11 +2,13 @@ import pytest
 import torch
 from torch import nn
 
+from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.executor.measuring import measure_costs
 from moe_pipeline.executor.memory_track import MemoryTrack
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
+from moe_pipeline.layer.local_experts import Experts
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
 from moe_pipeline.schedules.table.schedule import Kind
 from moe_pipeline.schedules.table.simulator import simulate
@@ -130,6 +132,32 @@ def test_measuring_puts_gradients_and_random_state_back():
     assert costs.activation_bytes > 4 * 3 * WIDTH
     assert stage.weight.grad.eq(1).all() and stage.bias.grad is None
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_measuring_puts_back_gradients_in_memory_that_experts_keep():
+    config = MoEConfig(
+        hidden_size=WIDTH,
+        moe_intermediate_size=3,
+        num_experts=2,
+        num_experts_per_tok=1,
+        experts=ExpertsOptions(gradient_accumulation_fusion=True),
+    )
+    experts, counts = Experts(config), (2, 3)
+
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x, *, target):
+            return StageOutput(tensors=(self.experts(x, counts, torch.ones(5)),))
+
+    torch.manual_seed(0)
+    experts(torch.randn(5, WIDTH), counts, torch.ones(5)).sum().backward()
+    before = [parameter.grad.clone() for parameter in experts.parameters()]
+    measure_costs(Stage(), (torch.randn(5, WIDTH),))
+    after = [parameter.grad for parameter in experts.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def test_a_stage_that_fails_while_it_is_measured_keeps_its_gradients():

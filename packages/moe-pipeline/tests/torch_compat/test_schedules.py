@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_pipeline.config import MoEConfig
+from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.layer.moe_layer import MoELayer
@@ -52,6 +53,11 @@ class Block(nn.Module):
             x = x + self.experts(x).hidden
         x = torch.tanh(self.linear(x))
         return x if gain is None else x * gain
+
+
+class Routed(MoELayer):
+    def forward(self, x):
+        return super().forward(x).hidden
 
 
 def blocks(seed, count):
@@ -258,6 +264,27 @@ def test_steps_accumulate_and_only_the_new_gradients_are_scaled(seed):
             (loss_fn(expected(x_m), target_m) / 2).backward()
         for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+    run_ranks(fn, 1)
+
+
+def test_steps_accumulate_where_experts_write_gradients_into_memory_that_they_keep(seed):
+    """What a step puts aside lies in that memory."""
+    options = ExpertsOptions(gradient_accumulation_fusion=True)
+    x, target, _ = data(seed, 6)
+
+    def fn(rank, world_size):
+        torch.manual_seed(seed)
+        module = Routed(dataclasses.replace(CONFIG, experts=options), dtype=torch.float64)
+        expected = Routed(CONFIG, dtype=torch.float64)
+        expected.load_state_dict(module.state_dict())
+        schedule = alone(module, loss_fn=loss_fn)
+        for _ in range(3):
+            schedule.step(x, target=target)
+            for x_m, target_m in zip(x.chunk(2), target.chunk(2), strict=True):
+                (loss_fn(expected(x_m), target_m) / 2).backward()
+            for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
     run_ranks(fn, 1)
 

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import StageOutput, map_tensors
 from moe_pipeline.torch_compat.data_parallel import check_wrapper
+from moe_pipeline.weight_grad import reuses_grad
 
 LossFunction = Callable[..., Tensor]
 
@@ -117,10 +118,14 @@ def divided_gradients(
     """Divide what is added to the gradients meanwhile, and only that; an error takes it back.
 
     Gradients of before are put aside, so that they neither lose precision nor are divided again;
-    as `copies` where their memory may be used meanwhile.
+    as copies where their memory may be used meanwhile, all of them with `copies`.
     """
     held = [(parameter, parameter.grad) for parameter in parameters]
-    before = [(p, grad.clone() if copies else grad) for p, grad in held if grad is not None]
+    before = [
+        (p, grad.clone() if copies or reuses_grad(p) else grad)
+        for p, grad in held
+        if grad is not None
+    ]
     for parameter, _ in before:
         parameter.grad = None
     try:

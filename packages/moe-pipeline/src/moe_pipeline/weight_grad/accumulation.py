@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_pipeline._torch_private import FakeTensor, has_hooks
 
@@ -28,6 +29,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 # Of a factor: on a CPU a product of fewer, made in memory that stays in the cache and then added,
 # takes less time than one that adds itself.
 _FEW_ROWS = 128
+_HAVE_KEPT_MEMORY = WeakTensorKeyDictionary()  # leaves, for `reuses_grad`
 
 
 @final
@@ -118,8 +120,14 @@ class InPlaceAccumulation:
             self._kept = {k: entry for k, entry in self._kept.items() if entry[0]() is not None}
             kept = torch.empty_like(leaf, requires_grad=False)
             self._kept[id(leaf)] = (ref(leaf), kept)
+            _HAVE_KEPT_MEMORY[leaf] = True
         leaf.grad = kept
         return GradTarget(kept, False)
+
+
+def reuses_grad(leaf: Tensor) -> bool:
+    """Whether a backward that finds no `grad` may write where the one before it lies."""
+    return leaf in _HAVE_KEPT_MEMORY
 
 
 def open_grad(leaf: Tensor) -> Tensor | None:
