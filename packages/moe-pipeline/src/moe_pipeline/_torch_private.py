@@ -91,6 +91,11 @@ def has_own_call(module: torch.nn.Module) -> bool:
     return any(hooks) or bool(module._backward_pre_hooks) or "forward" in vars(module)
 
 
+def has_run(module: Any) -> bool:
+    """Whether an `FSDPModule` has had a forward, without which it has nothing to reset."""
+    return module._get_fsdp_state()._is_root is not None
+
+
 def has_hooks(leaf: Tensor) -> bool:
     """Whether somebody has registered a hook for the gradient of a leaf, by its own methods."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_pipeline.executor.options import ExecutorOptions
-from moe_pipeline.torch_compat.data_parallel import check_wrapper
+from moe_pipeline.torch_compat.data_parallel import check_wrapper, reduced_once
 from moe_pipeline.torch_compat.schedules import PipelineScheduleSingle, get_schedule_class
 from ranktest import run_ranks
 
@@ -144,6 +144,33 @@ def test_an_evaluation_leaves_the_gradients_of_the_next_step_of_sharded_stages_r
         gradients_are_those_of_one_process("1F1B", sharded, mesh, evaluates=True)
 
     run_ranks(fn, 4)
+
+
+@needs_finalize
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_sharded_modules_work_on_as_before_after_a_failed_step(fails_at):
+    """The first error comes before any forward; the second after a backward."""
+
+    def fn(rank, world_size):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        (expected,), (module,) = blocks(1), blocks(1)
+        module = sharded(module, mesh)
+        x, target = batch(0, 0)
+        params = [p for name, p in module.named_parameters() if name != "unused"]
+        for turn in range(3):  # the first without gradients of before
+            with pytest.raises(KeyError), reduced_once([module]):
+                if fails_at == 2:
+                    F.mse_loss(module(x), target).backward()
+                raise KeyError("mine")
+            if turn == 0:
+                assert all(p.grad is None for p in params)
+            F.mse_loss(module(x), target).backward()
+            F.mse_loss(expected(x), target).backward()
+            wanted = [q.grad for name, q in expected.named_parameters() if name != "unused"]
+            for p, grad in zip(params, wanted, strict=True):
+                torch.testing.assert_close(gradient_of(p), grad, rtol=0, atol=1e-12)
+
+    run_ranks(fn, 2)
 
 
 def test_wrappers_that_cannot_wait_for_the_end_of_a_step_are_refused():

@@ -303,6 +303,24 @@ def test_a_failed_step_leaves_earlier_gradients_as_they_were():
     run_ranks(fn, 1)
 
 
+def test_a_failed_step_leaves_no_gradients_where_there_were_none():
+    def fn(rank, world_size):
+        module, losses = nn.Linear(2, 2), []
+
+        def fails_late(output, target):
+            losses.append(output)
+            if len(losses) == 2:
+                raise KeyError("mine")
+            return output.sum()
+
+        schedule = alone(module, loss_fn=fails_late)
+        with pytest.raises(KeyError):
+            schedule.step(torch.ones(2, 2), target=torch.ones(2))
+        assert [p.grad for p in module.parameters()] == [None, None]
+
+    run_ranks(fn, 1)
+
+
 def test_a_stage_may_add_an_auxiliary_loss():
     def fn(rank, world_size):
         weight = nn.Parameter(torch.ones(2))

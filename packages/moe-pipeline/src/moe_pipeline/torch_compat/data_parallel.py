@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_pipeline._torch_private import has_run
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.weight_grad import deliver
 
@@ -74,10 +75,11 @@ def reshard(modules: Sequence[nn.Module]) -> None:
 def reduced_once(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let wrapped modules add up gradients meanwhile, and reduce them at the end; collective.
 
-    After an error nothing is reduced.
+    After an error nothing is reduced; sharded modules forget what they have added up.
     """
     replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
     sharded: list[FSDPModule] = [m for m in modules if isinstance(m, FSDPModule)]
+    held = [(p, p.grad) for m in modules if isinstance(m, FSDPModule) for p in m.parameters()]
     for fsdp in sharded:
         fsdp.set_manual_backward_finalization(True)
         _reduce_in_backward(fsdp, False)
@@ -86,6 +88,14 @@ def reduced_once(modules: Sequence[nn.Module]) -> Iterator[None]:
             for ddp in replicated:
                 waiting.enter_context(ddp.no_sync())
             yield
+    except BaseException:
+        for fsdp in sharded:
+            if has_run(fsdp):
+                fsdp.reset_iter_state()
+            fsdp.set_manual_backward_finalization(False)
+        for parameter, gradient in held:  # the reset drops those of earlier steps too
+            parameter.grad = gradient
+        raise
     finally:
         for fsdp in sharded:
             _reduce_in_backward(fsdp, True)

@@ -136,6 +136,10 @@ def divided_gradients(
         for parameter, grad in before:
             if parameter.grad is not None:
                 grad.add_(parameter.grad)
+    except BaseException:
+        for parameter in parameters:
+            parameter.grad = None
+        raise
     finally:
         for parameter, grad in before:
             parameter.grad = grad
