@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm_collectives import PeerFailedError
+from comm_collectives.call.groups.groups import group_state
 from devicetest.nccl import NcclRules, has_nccl_rules, register_nccl_rules
 from moe_pipeline.errors import ScheduleError, StageTransferError
 from moe_pipeline.executor.device_transfers import check_order, device_kinds, find_swaps
@@ -300,6 +302,48 @@ def test_who_fails_between_a_receive_and_its_send_is_named(fail, cause, watchdog
     assert survivor.error_type == StageTransferError.__name__, survivor.error
     assert f"of schedule early failed: {cause}" in survivor.error
     assert survivor.elapsed_s < 40  # the limits are 60 s
+
+
+@pytest.mark.parametrize("at", ["1RECV_F0", "0RECV_B0"])
+def test_a_transfer_that_the_device_gave_up_names_the_peer_in_a_post_and_in_a_receive(at):
+    """Found before a post of known shape, and between a post whose message is there and its use."""
+    rows = (
+        "0F0 0SEND_F0 0RECV_B0 0F1 0B0 0SEND_F1 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    )
+    parsed = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    schedule = Schedule(name="mine", num_stages=2, num_microbatches=2, ranks=parsed)
+    finder = int(at[0])
+
+    def fn(rank, world_size):
+        forward, _ = groups_of(GROUPS[0][0], 1)
+        weights, inputs = pipeline(2, rows_of=lambda microbatch: 3)
+        calls = []
+
+        def break_device():
+            launches = group_state(forward).launches
+            launches.failure = PeerFailedError, "the other one is gone"
+
+        def stage(x, *, target):
+            calls.append(1)
+            if rank == finder == 0 and len(calls) == 2:
+                break_device()
+            y = x * weights[rank]
+            return StageOutput(loss=y.sum()) if rank else StageOutput(tensors=(y,))
+
+        executor = PipelineExecutor({rank: stage}, schedule, rank=rank, forward_group=forward)
+        with pytest.raises(StageTransferError) as caught:
+            for turn in range(3):
+                if rank == finder == 1 and turn == 2:
+                    break_device()
+                executor.step(inputs[:2])
+        return str(caught.value)
+
+    told = run_ranks(fn, 2)
+    other = 1 - finder
+    cause = f"failed: rank {other} (stage {other}) died or closed its connections"
+    assert told[finder] == f"rank {finder}, stage {finder}: {at} of schedule mine {cause}"
+    assert told[other].endswith(cause)
 
 
 def test_pipelines_are_refused_where_a_device_has_one_queue(monkeypatch):

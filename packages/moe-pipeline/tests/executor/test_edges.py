@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm_collectives import PeerFailedError
 from moe_pipeline.errors import StageTransferError
+from moe_pipeline.executor import edges
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
@@ -132,6 +134,27 @@ def test_wrong_inputs_on_one_rank_hold_up_no_other():
     assert texts[0] == "schedule 1f1b has 4 microbatches, but 3 inputs are given"
     cause = f"failed: rank 0 (stage 0) failed in the inputs: MoEValueError: {texts[0]}"
     assert texts[1].endswith(cause) and texts[2].endswith(cause)
+
+
+def test_a_peer_that_is_gone_before_the_first_receive_is_named(monkeypatch):
+    def fails(*, src, group):
+        raise PeerFailedError("gone")
+
+    def fn(rank, world_size):
+        schedule = one_f_one_b(2, 2)
+        executor = PipelineExecutor(
+            stages_of(schedule, rank, lambda calls: None), schedule, rank=rank
+        )
+        if rank == 0:
+            monkeypatch.setattr(edges, "expect_tensors", fails)
+        with pytest.raises(StageTransferError) as caught:
+            executor.step([(torch.ones(WIDTH),)] * 2)
+        return str(caught.value)
+
+    texts = run_ranks(fn, 2)
+    cause = "failed: rank 1 (stage 1) died or closed its connections"
+    assert texts[0] == f"rank 0, stage 0: the first receives of schedule 1f1b {cause}"
+    assert texts[1].endswith(cause)
 
 
 def test_a_passed_limit_names_rank_stage_action_and_peer_on_all_ranks():

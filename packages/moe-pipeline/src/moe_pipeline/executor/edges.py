@@ -19,6 +19,8 @@ that every rank has something to wait for.
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, final
 
@@ -155,7 +157,8 @@ class GroupEdges:
         self._moves.begin()
         self._slots.begin()
         for edge in self._expected:
-            self._expect_next(self._transport.channel(edge))
+            with self._naming("the first receives", edge.peer):
+                self._expect_next(self._transport.channel(edge))
 
     def ready(self, action: Action) -> bool:
         """Nothing else is to be done meanwhile."""
@@ -167,7 +170,7 @@ class GroupEdges:
         channel, limit_s = self._transport.channel(edge), self._transport.timeout_s
         apart, handles = self._transport.apart(edge), self._under_way[edge]
         slot = self._slots.of(other_end(action))
-        try:
+        with self._naming(str(action), edge.peer):
             packed = pack_message(action, message, apart, slot)
             handle = channel.send(packed.tensors, limit_s)
             self._sent[edge] += 1
@@ -184,8 +187,6 @@ class GroupEdges:
             self._moves.send(action, sending, channel.peer, channel.group)
             while handles and handles[0].is_done():
                 handles.popleft().wait()
-        except CommError as error:
-            raise self._broken(str(action), edge.peer, error) from error
 
     def post(self, action: Action) -> None:
         """Let the message come; one is read ahead on each channel, so wait for the one before.
@@ -200,7 +201,8 @@ class GroupEdges:
             if coming is None:
                 self._await(action)
                 coming = self._arrived[action].announced
-            self._moves.receive(action, coming, channel.peer, channel.group)
+            with self._naming(str(action), edge.peer):
+                self._moves.receive(action, coming, channel.peer, channel.group)
             return
         before = self._posted.get(channel)
         if before is not None:
@@ -215,16 +217,14 @@ class GroupEdges:
         if self._posted.get(channel) == action:
             del self._posted[channel]
         message, device = self._arrived.pop(action), self._transport.device
-        if self._transport.apart(edge):
-            came, slot = self._moves.take(action), self._slots.of(action)
-            if slot is not None and slot != message.announced:
-                came = self._moves.placed(message.announced, message.brought)
-            message = message.with_announced(came)
-        try:
+        with self._naming(str(action), edge.peer):
+            if self._transport.apart(edge):
+                came, slot = self._moves.take(action), self._slots.of(action)
+                if slot is not None and slot != message.announced:
+                    came = self._moves.placed(message.announced, message.brought)
+                message = message.with_announced(came)
             for ours, count in self._plan.delivered[action].items():
                 self._settle(ours, self._sent[ours] - count)
-        except CommError as error:
-            raise self._broken(str(action), edge.peer, error) from error
         if device is None:
             return message
         return replace(message, tensors=[t.to(device) for t in message.tensors])
@@ -232,20 +232,16 @@ class GroupEdges:
     def settle(self) -> None:
         """Wait for every send that has not ended; without backward, for all later stages."""
         for edge in self._under_way:
-            try:
+            with self._naming("the last sends", edge.peer):
                 self._settle(edge, 0)
-            except CommError as error:
-                raise self._broken("the last sends", edge.peer, error) from error
         for giver, taker in self._plan.acknowledgements():
             peer = giver if taker == self._rank else taker
             channel, limit_s = self._transport.channel(Edge(peer, True)), self._transport.timeout_s
-            try:
+            with self._naming("the last sends", peer):
                 if peer == taker:
                     channel.send(pack_notice(FailureNotice("")), limit_s).wait()
                 else:
                     self._expect_well(channel)
-            except CommError as error:
-                raise self._broken("the last sends", peer, error) from error
 
     def name(self, rank: int) -> str:
         """The global rank and its stages."""
@@ -276,11 +272,9 @@ class GroupEdges:
     def _await(self, action: Action) -> None:
         """Read until a message is there."""
         edge = self._plan.edges[action]
-        try:
+        with self._naming(str(action), edge.peer):
             while action not in self._arrived:
                 self._read(action, edge)
-        except CommError as error:
-            raise self._broken(str(action), edge.peer, error) from error
 
     def _expect_well(self, channel: Channel) -> None:
         """Wait until the stages behind the channel's peer have ended."""
@@ -325,6 +319,14 @@ class GroupEdges:
         while len(handles) > most:
             handles[0].wait()
             handles.popleft()
+
+    @contextmanager
+    def _naming(self, what: str, peer: int) -> Iterator[None]:
+        """Let an error of the transport say what failed, and with whom."""
+        try:
+            yield
+        except CommError as error:
+            raise self._broken(what, peer, error) from error
 
     def _broken(self, what: str, peer: int, error: CommError) -> EdgeBrokenError:
         name = self.name(peer)

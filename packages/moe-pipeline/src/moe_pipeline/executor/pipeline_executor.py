@@ -150,7 +150,7 @@ class PipelineExecutor:
                 f"an earlier step of schedule {self.schedule.name} failed: {self._failure}; make "
                 "new process groups and a new executor"
             )
-        self._edges.begin()
+        self._guard(self._edges.begin, self._keys[0], "the first receives")
         step = _Step({}, track, times, around)
         self._guard(lambda: self._fill(step, inputs, targets), self._keys[0], "the inputs")
         at = dict.fromkeys(self._plan.rows, 0)
