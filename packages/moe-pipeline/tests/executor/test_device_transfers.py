@@ -163,6 +163,44 @@ def test_every_schedule_ends_with_right_gradients_under_nccls_rules(num_ranks):
             assert torch.allclose(total, right, rtol=0, atol=1e-12), (name, number)
 
 
+def every_dtype():
+    """Of those that NCCL has not too, and of shapes and layouts that are special."""
+    numbers = torch.arange(6).view(2, 3)
+    kinds = ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "bool")
+    tensors = [numbers.to(getattr(torch, name)) for name in (*kinds, "bfloat16", "complex64")]
+    conjugate = torch.complex(numbers.double(), numbers.double()).conj()
+    return *tensors, numbers.t(), conjugate, conjugate.imag, numbers[0, 0], numbers[:0]
+
+
+def as_bytes(tensor):
+    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("order", ["pair", "communicator"])
+def test_tensors_of_every_dtype_travel_under_nccls_rules(order):
+    def fn(rank, world_size):
+        forward, _ = groups_of(NcclRules(order=order), 1)
+
+        def first(x, *, target):
+            return StageOutput(tensors=(x * 2, every_dtype()))
+
+        def last(x, others, *, target):
+            for found, expected in zip(others, every_dtype(), strict=True):
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert torch.equal(as_bytes(found), as_bytes(expected)), found.dtype
+            return StageOutput(loss=x.sum())
+
+        x = torch.ones(3, requires_grad=True)
+        schedule = SCHEDULES["1f1b"](2, COUNT)
+        stage = {rank: last if rank else first}
+        executor = PipelineExecutor(stage, schedule, rank=rank, forward_group=forward)
+        for _ in range(3):  # in the third of known shape
+            executor.step([(x,)] * COUNT)
+        return None if rank else x.grad.tolist()
+
+    assert run_ranks(fn, 2)[0] == [3 * COUNT * 2.0] * 3
+
+
 @pytest.mark.parametrize("has_two", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_both_ends_find_the_same_swaps_side_by_side_in_one_order(num_ranks, has_two):

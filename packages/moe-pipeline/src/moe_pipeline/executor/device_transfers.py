@@ -158,7 +158,7 @@ class DeviceMoves:
             tensors = sending.tensors
 
             def start() -> list[Pending | None]:
-                return [dist.isend(t, group=group, group_dst=peer) for t in tensors]
+                return [dist.isend(_bytes(t), group=group, group_dst=peer) for t in tensors]
 
             sending.started(launch_transfers(start, "send to", peer, group))
         elif self._announced is None:
@@ -209,7 +209,7 @@ class DeviceMoves:
             for one in announced:
                 with self._beside(self._place(one)):
                     tensors.append(self._empty(one))
-                    works.append(dist.irecv(tensors[-1], group=group, group_src=peer))
+                    works.append(dist.irecv(_bytes(tensors[-1]), group=group, group_src=peer))
             return works
 
         return tensors, launch_transfers(start, "recv from", peer, group)
@@ -223,8 +223,8 @@ class DeviceMoves:
     ) -> _Coming:
         """As one, on the current stream, which has what is sent."""
         tensors = [self._empty(one) for one in announced]
-        calls = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t in sending.tensors]
-        calls += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in tensors]
+        ways = [(dist.isend, t) for t in sending.tensors] + [(dist.irecv, t) for t in tensors]
+        calls = [dist.P2POp(way, _bytes(t), group=group, group_peer=peer) for way, t in ways]
         works = launch_transfers(
             lambda: dist.batch_isend_irecv(calls) if calls else [], "swap with", peer, group
         )
@@ -245,3 +245,8 @@ class DeviceMoves:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return torch.cuda.stream(self._streams[device])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor: NCCL has not all dtypes."""
+    return tensor.view(-1).view(torch.uint8)

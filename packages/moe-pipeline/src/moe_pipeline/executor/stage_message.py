@@ -122,7 +122,7 @@ def pack_message(
             within.append(tensor)
             continue
         announced.append(Announced(place, kind, tensor.dtype, tuple(tensor.shape)))
-        beside.append(tensor.contiguous())
+        beside.append(tensor.resolve_conj().resolve_neg().contiguous())
     if announced:
         content["d"] = [_told(one) for one in announced]
     if slot is not None and slot != tuple(announced):
