@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import comm_collectives as cc
+from comm_collectives.collectives import drop_in
 from comm_collectives.errors import LostGradientWarning
 from devicetest import fake_cuda
 from devicetest.nccl import has_nccl_rules
@@ -90,5 +92,25 @@ def test_two_ranks_swap_by_differentiable_sends_and_receives(tmp_path: Path, bac
         assert y[0].item() == 2 - rank
         ((y * 2).sum() + handle.wait().sum()).backward()
         assert x.grad is not None and x.grad.unique().tolist() == [2]
+
+    on_devices(tmp_path, program, backend)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_batch_of_transfers_has_arrived_when_its_works_were_waited_for(
+    tmp_path: Path, backend: str
+) -> None:
+    def program(rank: int) -> None:
+        with drop_in.patched_torch():
+            for size in (8, 1 << 14):
+                x, y = torch.full((size,), 1.0 + rank, device="cuda"), torch.zeros(size).cuda()
+                ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+                for work in dist.batch_isend_irecv(ops):
+                    work.wait()
+                assert y.unique().tolist() == [2 - rank]
+        with _coalescing_manager(device=y.device), pytest.raises(ValueError, match="torch gathers"):
+            drop_in.isend(x, 1 - rank)
+            drop_in.irecv(y, 1 - rank)
+        assert y.unique().tolist() == [2 - rank]
 
     on_devices(tmp_path, program, backend)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import cache, wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +63,15 @@ def process_groups() -> list[dist.ProcessGroup]:
 def wants_raw_torch() -> bool:
     """Whether this thread is in such a function."""
     return _WANTS_RAW.get()
+
+
+def is_coalescing(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a call of torch's function is one that torch keeps until its block of calls ends."""
+    groups = _world.pg_coalesce_state
+    if not groups:
+        return False
+    group = signature(fn).bind_partial(*args, **kwargs).arguments.get("group")
+    return (_world.default_pg if group is None else group) in groups
 
 
 def default_store() -> Store:

@@ -119,3 +119,23 @@ def test_a_replaced_function_compares_calls() -> None:
             dist.all_reduce(torch.ones(2 + rank))
 
     run_ranks(fn, 2)
+
+
+def test_calls_that_torch_gathers_have_ended_when_its_manager_was_waited_for() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        group = dist.new_group()
+        with drop_in.patched_torch():
+            x, y, z = (torch.ones(2) for _ in range(3))
+            with distributed_c10d._coalescing_manager(async_ops=True) as manager:
+                dist.all_reduce(x, async_op=True)
+                with pytest.raises(MismatchError):  # calls of other groups are compared
+                    dist.all_reduce(torch.ones(1 + rank), group=group)
+                dist.all_reduce(y, async_op=True)
+            assert len(manager.works) == 1
+            manager.wait()
+            assert x.tolist() == y.tolist() == [2, 2]
+            with distributed_c10d._coalescing_manager(group):
+                dist.all_reduce(z, dist.ReduceOp.SUM, group)
+            assert z.tolist() == [2, 2]
+
+    run_ranks(fn, 2)

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from comm_collectives._torch_private import graph_break, wants_raw_torch
+from comm_collectives._torch_private import graph_break, is_coalescing, wants_raw_torch
 from comm_collectives.collectives.drop_in import lists, reductions, torch_order, transfers
 
 _MODULES: tuple[Any, ...] = (dist, distributed_c10d)
@@ -97,7 +97,9 @@ def patched_torch() -> Iterator[None]:
     Not collective, but all ranks of a group have to use the same functions: enter it on all of
     them. May be nested. Functions that code took out of torch before (`from torch.distributed
     import all_reduce`), methods of a ProcessGroup (as of DistributedDataParallel's reducer),
-    `monitored_barrier` and functional collectives stay torch's.
+    `monitored_barrier` and functional collectives stay torch's, and so do calls of a group whose
+    calls torch gathers: in its `_coalescing_manager`, which then waits for all of them, and in
+    `batch_isend_irecv` on devices.
     """
     _PATCHES.add()
     try:
@@ -110,6 +112,7 @@ def _standing_in(ours: Callable[..., Any], original: Callable[..., Any]) -> Call
     @graph_break
     @wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return (original if wants_raw_torch() else ours)(*args, **kwargs)
+        is_torchs = wants_raw_torch() or is_coalescing(original, *args, **kwargs)
+        return (original if is_torchs else ours)(*args, **kwargs)
 
     return stand_in

@@ -182,10 +182,14 @@ def _receiving(
     if state.transport_type(tensor.device) != "cpu":
         flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
         work = state.transport.recv(flat, source)
+        if work is None:
+            raise CommValueError(
+                "a receive among calls that torch gathers has no end of its own; receive after "
+                "them, or under patched_torch() with torch.distributed.irecv"
+            )
 
         def end() -> int:
-            if work is not None:
-                work.wait()
+            work.wait()
             write(tensor, from_bytes(flat, tensor.dtype, tensor.shape))
             return source
 
