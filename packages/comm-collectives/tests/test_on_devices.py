@@ -114,3 +114,18 @@ def test_a_batch_of_transfers_has_arrived_when_its_works_were_waited_for(
         assert y.unique().tolist() == [2 - rank]
 
     on_devices(tmp_path, program, backend)
+
+
+def test_a_receive_is_written_where_the_callers_stream_reads_it(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        with torch.Stream(device=torch.device("cuda", rank)):
+            for k in range(3):
+                x = torch.full((1 << 14,), 1.0 + k, device="cuda")
+                y = torch.zeros_like(x)
+                work = drop_in.irecv(y, 0) if rank else drop_in.isend(x, 1)
+                assert work is not None
+                work.wait()
+                y.add_(1)
+                assert y.unique().tolist() == [2 + k if rank else 1]
+
+    on_devices(tmp_path, program)

@@ -12,7 +12,7 @@ the backward, so `send` returns a token: an empty tensor to be added to the loss
     loss(hidden).backward()                        # sends it
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack, cast, final, overload
 from weakref import ref
@@ -24,8 +24,9 @@ from comm_collectives._torch_private import graph_break, watch_failed_backwards
 from comm_collectives.base import check_dense, new_tensor
 from comm_collectives.base.transport import BACKWARD_FAILED, WANTS_GRADIENT
 from comm_collectives.call.autograd import tell_of_failure, wants_grad
-from comm_collectives.call.groups import Group, GroupState
+from comm_collectives.call.groups import Group
 from comm_collectives.call.handles import CallLater, CallNow, Handle, launch_on, put_in_graph
+from comm_collectives.call.handles import here as _here
 from comm_collectives.call.pairs import Lane, Transfer
 from comm_collectives.collectives import Device, checked_device
 from comm_collectives.errors import MismatchError
@@ -154,19 +155,6 @@ def recv(
     if worker is not None:
         return launch_on(worker, "recv", _here(state, run), inputs=())
     return run()
-
-
-def _here(state: GroupState, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Let work on an accelerator be queued where the caller's would be, on another thread."""
-    if state.moves_on_host:
-        return run
-    stream = torch.accelerator.current_stream()
-
-    def run_there() -> torch.Tensor:
-        with stream:
-            return run()
-
-    return run_there
 
 
 def _attach_sent(y: torch.Tensor, lane: Lane, transfer: Transfer) -> torch.Tensor:
