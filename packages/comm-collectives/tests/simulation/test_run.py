@@ -60,6 +60,23 @@ def _one(x: float = 1.0) -> Callable[[SimRank], torch.Tensor]:
     return lambda rank: cc.all_reduce(torch.full((2,), x), group=rank.group)
 
 
+def test_a_call_in_the_callback_of_another_can_be_waited_for_there() -> None:
+    def program(rank: SimRank) -> list[float]:
+        found: list[float] = []
+
+        def again() -> None:
+            later = cc.all_reduce(torch.ones(1), group=rank.group, async_op=True)
+            found.append(later.wait().item())
+
+        handle = cc.all_reduce(torch.ones(2), group=rank.group, async_op=True)
+        handle.when_done(again)
+        cc.all_reduce(torch.ones(1), group=rank.group)  # behind that of the callback
+        return found
+
+    result = simulate(program, 2)
+    assert [outcome.values for outcome in result.outcomes] == [([2.0],), ([2.0],)]
+
+
 @_PLACES
 def test_simulated_ranks_get_what_real_ranks_get(shared_memory: bool) -> None:
     def real(rank: int, world_size: int) -> list[torch.Tensor]:

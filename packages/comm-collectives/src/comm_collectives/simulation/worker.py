@@ -33,9 +33,8 @@ class SimWorker:
         return self._world.scheduler.is_running(self._task)
 
     def submit(self, run: Callable[[], T]) -> "Future[T]":
-        """Run a function after those submitted before."""
+        """Run a function after those submitted before; in a job's callback, after that job."""
         future: _Future[T] = _Future(self._world.scheduler, self.awaiting)
-        self.awaiting.use()
 
         def job() -> None:
             with Caught(passing=(Unwound,)) as caught:
@@ -44,6 +43,10 @@ class SimWorker:
                 future.set_exception(caught.error)
             self._world.scheduler.fire(future.signal)
 
+        if self.is_here():
+            job()
+            return future
+        self.awaiting.use()
         self._jobs.append(job)
         if self._task is None:
             self._task = self._world.spawn(self._rank, self._work)

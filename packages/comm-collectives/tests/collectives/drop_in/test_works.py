@@ -1,10 +1,15 @@
 """Calls in the terms of torch's Work."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from comm_collectives.call.handles import Handle
+from comm_collectives.call.handles.watch import Watch
 from comm_collectives.collectives import drop_in
+from comm_collectives.collectives.drop_in.works import CallWork
 from comm_collectives.errors import MismatchError
 from ranktest import run_ranks
 
@@ -33,3 +38,39 @@ def test_a_work_is_what_torchs_is() -> None:
             future.wait()
 
     run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("waits_for_future", [True, False])
+def test_a_call_in_the_callback_of_another_can_be_waited_for_there(waits_for_future: bool) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        def again(future: "torch.futures.Future[list[torch.Tensor]]") -> torch.Tensor:
+            work = drop_in.all_reduce(future.value()[0], async_op=True)
+            assert work is not None
+            if waits_for_future:
+                return work.get_future().wait()[0]
+            work.wait()
+            return future.value()[0]
+
+        x, later = torch.ones(2), torch.ones(1)
+        work = drop_in.all_reduce(x, async_op=True)
+        assert work is not None
+        future = work.get_future().then(again)
+        other = drop_in.all_reduce(later, async_op=True)
+        assert other is not None
+        other.wait()
+        assert later.item() == 2
+        assert future.wait().tolist() == [4, 4]
+
+    run_ranks(fn, 2, timeout_s=20)
+
+
+@pytest.mark.parametrize("error", [TypeError("of a kind"), KeyboardInterrupt("by hand")])
+def test_a_future_ends_with_every_kind_of_error(error: BaseException) -> None:
+    failed: Future[object] = Future()
+    failed.set_exception(error)
+    work = CallWork(Handle("all_reduce", failed, Watch(())), [])  # type: ignore[arg-type]
+    future = work.get_future()
+    assert future.done()
+    with pytest.raises(type(error) if isinstance(error, Exception) else RuntimeError) as raised:
+        future.wait()
+    assert str(error) in str(raised.value)

@@ -81,7 +81,7 @@ class Worker:
         return threading.get_ident() == self._runner
 
     def submit(self, run: Callable[[], T]) -> "Future[T]":
-        """Run a function after those submitted before."""
+        """Run a function after those submitted before; in a job's callback, after that job."""
         future: _Future[T] = _Future(self)
 
         def job() -> None:
@@ -90,6 +90,9 @@ class Worker:
             if caught.error is not None:
                 future.set_exception(caught.error)
 
+        if self.is_here():  # else who waits for it here would wait for this thread
+            job()
+            return future
         self.awaiting.use()
         with self._lock:
             self._submitted += 1

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from comm_collectives.base import is_dense
 from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import Caught, Handle, launch
 from comm_collectives.collectives.drop_in.in_place import overlap
+from comm_collectives.errors import CommError
 
 _OP_OF = (
     (dist.ReduceOp.SUM, "sum"),
@@ -62,10 +63,9 @@ class CallWork(dist.Work):
     def exception(self) -> Exception | None:
         """Return what the call raised, None if it did not end or ended well."""
         if self.is_completed():
-            try:
+            with Caught(Exception) as caught:
                 self._handle.wait()
-            except RuntimeError as error:
-                return error
+            return caught.error  # type: ignore[return-value]
         return None
 
     def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
@@ -76,12 +76,14 @@ class CallWork(dist.Work):
         )
 
         def end() -> None:
-            try:
+            with Caught() as caught:
                 self._handle.wait()
-            except RuntimeError as error:
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
+            error = caught.error
+            if error is None:
                 future.set_result(self._results)
+            else:  # torch takes no other kinds
+                wrapped = error if isinstance(error, Exception) else CommError(repr(error))
+                future.set_exception(wrapped)  # type: ignore[arg-type]
 
         self._handle.when_done(end)
         return future
