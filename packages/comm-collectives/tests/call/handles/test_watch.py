@@ -21,6 +21,16 @@ def test_changes_through_torch_are_noticed_also_through_a_view() -> None:
     assert watch.changed() == [1]
 
 
+def test_a_change_beside_a_part_of_a_memory_is_none_of_it() -> None:
+    x = torch.zeros(2, 3)
+    plain = Watch([x[0], x.view(-1)])
+    with debug_mode():
+        careful = Watch([x[0], x[1]])
+    x[1].add_(1)
+    assert plain.changed() == [1]
+    assert careful.changed() == [1]
+
+
 def test_changes_behind_torch_are_noticed_in_debug_mode_only() -> None:
     array = np.zeros(3, dtype=np.float32)
     x = torch.from_numpy(array)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import comm_collectives as cc
 from comm_collectives.call.handles import Handle
 from comm_collectives.call.handles.watch import Watch
 from comm_collectives.collectives import drop_in
@@ -36,6 +37,20 @@ def test_a_work_is_what_torchs_is() -> None:
         assert isinstance(work.exception(), MismatchError)
         with pytest.raises(MismatchError):
             future.wait()
+
+    run_ranks(fn, 2)
+
+
+def test_input_and_output_may_be_parts_of_one_memory() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        memory = torch.tensor([0.0, 0, 0, 0, rank + 1, rank + 1])
+        work = drop_in.all_gather_into_tensor(memory[:4], memory[4:], async_op=True)
+        assert work is not None
+        work.wait()
+        assert memory.tolist() == [1, 1, 2, 2, rank + 1, rank + 1]
+        handle = cc.all_reduce(memory[:4], async_op=True)
+        memory[4:].fill_(5)
+        assert handle.wait().tolist() == [2, 2, 4, 4]
 
     run_ranks(fn, 2)
 

@@ -1,8 +1,9 @@
 """Notice that a tensor was changed in place while a transfer still read it.
 
-Torch counts changes made through its own operations, which costs nothing to look at. In debug mode
-a copy is kept and compared, which also sees changes made behind torch's back (numpy, another
-library, `.data`).
+Torch counts changes made through its own operations, which costs nothing to look at. It has one
+count for all views of a memory, so only tensors that fill theirs are watched by it. In debug mode
+a copy is kept and compared, which also sees changes of a part, and those made behind torch's back
+(numpy, another library, `.data`).
 
     watch = Watch([x])
     ...
@@ -48,13 +49,15 @@ class Watch:
         return [i for i, x in enumerate(self._tensors) if self._has_changed(i, x)]
 
     def _has_changed(self, i: int, x: torch.Tensor) -> bool:
-        if _version(x) != self._versions[i]:
+        version = self._versions[i]
+        if version is not None and x._version != version:
             return True
         if self._copies is None:
             return False
         return not torch.equal(as_bytes(dense(x)), as_bytes(self._copies[i]))
 
 
-def _version(x: torch.Tensor) -> int:
-    # Tensors made in inference mode have no count.
-    return 0 if x.is_inference() else x._version
+def _version(x: torch.Tensor) -> int | None:
+    # Tensors made in inference mode have no count, and that of a part tells of the others as well.
+    is_whole = x.nbytes == x.untyped_storage().nbytes()
+    return x._version if is_whole and not x.is_inference() else None
