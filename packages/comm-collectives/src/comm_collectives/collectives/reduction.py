@@ -119,9 +119,14 @@ def all_reduce_call(
     state: GroupState,
     timeout_s: float | None,
     *,
+    name: str = "all_reduce",
+    root: int | None = None,
     refused: ValueError | TypeError | None = None,
 ) -> torch.Tensor:
-    """Run `all_reduce` on this thread; `refused` is what is wrong already."""
+    """Run `all_reduce` under a name, on this thread; `refused` is what is wrong already.
+
+    The ranks agree on the `root`, if any; every one gets the result.
+    """
     with Checks(refused) as checks:
         check_dense(x, "x")
         check_op(x.dtype, op)
@@ -130,8 +135,9 @@ def all_reduce_call(
             Argument.of_shape("shape", x.shape),
             Argument("op", OPS.index(op), op),
             wire_device_argument(state, x.device),
+            *(() if root is None else (Argument("dst", root),)),
         )
-    call = checks.call(state, "all_reduce", timeout_s)
+    call = checks.call(state, name, timeout_s)
     flags = Status.WANTS_GRAD if wants_grad(x) else 0
     factor = None
     if on_host(state, x.device):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.collectives import drop_in
-from comm_collectives.errors import RefusedError, RefusedTypeError
+from comm_collectives.errors import MismatchError, RefusedError, RefusedTypeError
 from ranktest import run_ranks
 
 
@@ -20,6 +20,21 @@ def test_only_the_root_of_a_reduce_is_written() -> None:
             drop_in.reduce(x)
 
     run_ranks(fn, 3)
+
+
+def test_ranks_that_reduce_to_different_roots_or_to_all_are_told() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2)
+        with pytest.raises(MismatchError, match="dst differs between ranks"):
+            drop_in.reduce(x, dst=1 - rank)
+        with pytest.raises(MismatchError, match="operation differs between ranks"):
+            if rank:
+                drop_in.all_reduce(x)
+            else:
+                drop_in.reduce(x, dst=0)
+        assert x.tolist() == [1, 1]
+
+    run_ranks(fn, 2)
 
 
 def test_bitwise_ops_are_those_of_torch_for_integers_and_bools() -> None:

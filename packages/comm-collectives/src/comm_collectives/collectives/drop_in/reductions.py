@@ -192,7 +192,10 @@ def _reduce_in_place(
             if root is None:
                 _check_complex(tensor, op)
             x = tensor.detach()
-        y = all_reduce_call(x, op_name(op), state, None, refused=checks.refused)
+        name = "all_reduce" if root is None else "reduce"
+        y = all_reduce_call(
+            x, op_name(op), state, None, name=name, root=root, refused=checks.refused
+        )
         if root is None or root == state.rank:
             write(tensor, y)
 
