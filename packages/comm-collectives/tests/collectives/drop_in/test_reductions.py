@@ -98,3 +98,22 @@ def test_sparse_tensors_are_summed_over_the_union_of_their_places() -> None:
             drop_in.all_reduce(x, "max")
 
     run_ranks(fn, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_tensors_that_differ_are_told_on_every_rank() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        def of(*shape: int, dims: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype).to_sparse(dims)
+
+        for name, x in (
+            ("shape", of(5 + rank, 2)),
+            ("sparse_dim", of(2, 2, dims=1 + rank)),
+            ("dtype", of(2, dtype=(torch.float32, torch.int32)[rank])),
+        ):
+            with pytest.raises(MismatchError, match=f"{name} differs between ranks"):
+                drop_in.all_reduce(x)
+        with pytest.raises(MismatchError, match="sparse_dim=1"):
+            drop_in.all_reduce(of(4) if rank else torch.ones(4))
+
+    run_ranks(fn, 2)

@@ -16,6 +16,7 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, from_bytes
 from comm_collectives.call import Checks, Refusal
 from comm_collectives.call.groups import Group, GroupState
+from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import all_gather_call, all_reduce_call, reduce_scatter_call
 from comm_collectives.collectives.drop_in.in_place import check_written, write
 from comm_collectives.collectives.drop_in.moves import check_list, rank_of, rows_of
@@ -211,9 +212,14 @@ def _add_sparse(tensor: torch.Tensor, op: str, state: GroupState) -> None:
     with Checks() as checks:
         if op != "sum":
             raise CommTypeError(f"op={op!r} is not defined for sparse tensors; give sum")
+        checks.arguments = (
+            Argument.of_dtype(tensor.dtype),
+            Argument.of_shape("shape", tensor.shape),
+            Argument("sparse_dim", tensor.sparse_dim()),
+        )
+    checks.call(state, "all_reduce").meet()  # the gathers compare less: places may be of any shape
     parts = tensor.detach().coalesce()
-    at, refused = parts.indices().t(), checks.refused
-    places = all_gather_call(at, state, None, name="all_reduce", refused=refused)
+    places = all_gather_call(parts.indices().t(), state, None, name="all_reduce")
     values = all_gather_call(parts.values(), state, None, name="all_reduce")
     total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=False)
     tensor.copy_(total.coalesce())
