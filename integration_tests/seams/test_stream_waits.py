@@ -20,7 +20,7 @@ import torch.distributed as dist
 import comm_collectives as cc
 import devicetest
 from comm_collectives.call import devices
-from comm_collectives.moe import MoeOptions, OverlappedMoe
+from comm_collectives.moe import MoeOptions, OverlappedMoe, combine_async
 from devicetest import DeviceTensor, Machine, fake_cuda
 from devicetest.machine import Stream
 from moe_pipeline.executor import StageOutput
@@ -100,6 +100,19 @@ def chunks(options: MoeOptions | None = None) -> None:
     overlapped(x, idx, weights, lambda sent: sent.x * 2).sum().backward()
 
 
+def combined() -> None:
+    """A combine beside the program, of whose dispatch nothing is left when it has been queued."""
+    x, idx = torch.ones(8, 4, device="cuda"), torch.tensor([[0, 3], [1, 2]] * 4, device="cuda")
+    with torch.no_grad():
+        weights = torch.full((8, 2), 0.5, device="cuda")
+        sent = cc.dispatch(x, idx, weights, num_experts=4, group=dist.group.WORLD)
+        handle = combine_async(sent.x, sent.handle)
+        del sent
+        while not handle.is_done():
+            time.sleep(1e-3)
+        handle.wait().add_(1)
+
+
 def pipeline(name: str) -> None:
     """Steps whose receives wait for a message, one that posts them ahead, one of other shapes."""
     rank = dist.get_rank()
@@ -140,6 +153,7 @@ PROGRAMS: tuple[Program, ...] = (
     gradients,
     chunks,
     lambda: chunks(MoeOptions(route="dedup")),
+    combined,
     lambda: pipeline("1f1b"),
     lambda: pipeline("zbv"),
 )

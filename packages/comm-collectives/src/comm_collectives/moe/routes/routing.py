@@ -364,15 +364,15 @@ class HopRouting(Routing):
         """Have the memory of indexes last until this stream has used them.
 
         An asynchronous dispatch makes them on the group's stream, its backward uses them on another
-        one, and neither stream knows when the other one ends.
+        one, as an asynchronous combine does with those of a dispatch that was none, and neither
+        stream knows when the other one ends.
         """
         if device.type == "cpu":
             return
         stream = torch.accelerator.current_stream()
-        for hop in self._hops:
-            for index in hop.kept():
-                if index is not None:
-                    index.record_stream(stream)
+        for index in (self._choices.order_N, *(x for hop in self._hops for x in hop.kept())):
+            if index is not None:
+                index.record_stream(stream)
 
 
 def known(value: _T | None) -> _T:
