@@ -139,7 +139,7 @@ def talks_of_steps(config: Config, known: list[tuple[list[int], list[bool]]]) ->
         seed=config.train.seed,
         sources=source_shares(prepared, split),
     )
-    reader, steps = SampleReader(split, data.order(), plan), []
+    reader, steps = SampleReader(split, data, plan), []
     for step in range(STEPS):
         (batch,) = reader.read(step * size).batches
         held = []

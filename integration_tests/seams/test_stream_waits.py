@@ -96,7 +96,8 @@ def chunks(options: MoeOptions | None = None) -> None:
     x = torch.ones(8, 4, device="cuda", requires_grad=True)
     idx = torch.tensor([[0, 3], [1, 2]] * 4, device="cuda")
     weights = torch.full((8, 2), 0.5, device="cuda")
-    overlapped = OverlappedMoe(num_experts=4, options=options or MoeOptions())
+    world = dist.group.WORLD
+    overlapped = OverlappedMoe(num_experts=4, group=world, options=options or MoeOptions())
     overlapped(x, idx, weights, lambda sent: sent.x * 2).sum().backward()
 
 

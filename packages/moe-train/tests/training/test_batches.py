@@ -57,7 +57,7 @@ def test_every_layout_reads_the_same_samples_in_the_same_microbatches(ranks: int
 
 
 def test_training_reads_the_sequences_that_the_order_names(split: JoinedSplit) -> None:
-    reader = SampleReader(split, identity(split, "1").order(), plan_of(1, 2))
+    reader = SampleReader(split, identity(split, "1"), plan_of(1, 2))
     step = reader.read(24)
     sequences = SampleOrder(25, 4).sequence_of(np.array([27, 28, 29]))
     expected = split.splits[0].batch(sequences)
@@ -68,7 +68,7 @@ def test_training_reads_the_sequences_that_the_order_names(split: JoinedSplit) -
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_mixture_is_read_alike_by_any_number_of_ranks(split: JoinedSplit, ranks: int) -> None:
     data = identity(split, "0.7", "0.3")
-    parts = [SampleReader(split, data.order(), plan_of(rank, ranks)).read(600) for rank in range(ranks)]
+    parts = [SampleReader(split, data, plan_of(rank, ranks)).read(600) for rank in range(ranks)]
     source, sequence = data.order().locate(np.arange(600, 612))
     expected = split.rows(source, sequence)
     for microbatch in range(2):
@@ -81,7 +81,7 @@ def test_a_mixture_is_read_alike_by_any_number_of_ranks(split: JoinedSplit, rank
 
 
 def test_a_stage_without_tokens_reads_nothing(split: JoinedSplit) -> None:
-    assert SampleReader(None, identity(split, "1", "1").order(), plan_of(0, 1)).read(0) == StepBatches()
+    assert SampleReader(None, identity(split, "1", "1"), plan_of(0, 1)).read(0) == StepBatches()
 
 
 def test_validation_covers_each_sequence_once_whatever_the_layout(split: JoinedSplit) -> None:

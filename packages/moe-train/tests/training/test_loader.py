@@ -22,7 +22,7 @@ def reader(tmp_path: Path) -> SampleReader:
     write_store(tmp_path / "tokens.bin", [tokens], vocab_size=64)
     split = open_split(tmp_path / "tokens.bin", "stream", SequenceForm(length=64, pad_token_id=0))
     joined = JoinedSplit(names=("a",), splits=(split,), order=Mixture([1]))
-    return SampleReader(joined, identity().order(), plan())
+    return SampleReader(joined, identity(), plan())
 
 
 def identity() -> DataIdentity:
@@ -53,7 +53,7 @@ def test_batches_that_are_made_ahead_are_those_of_the_step(
 
 
 def test_a_stage_without_tokens_loads_nothing_the_same_way() -> None:
-    reader = SampleReader(None, identity().order(), plan())
+    reader = SampleReader(None, identity(), plan())
     with BatchLoader(reader, CPU, range(0, 60, 6), depth=2, timeout_s=10) as loader:
         assert [loader.load(first) for first in (0, 6)] == [StepBatches()] * 2
 

@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from comm_collectives._torch_private import graph_break, watch_failed_backwards
 from comm_collectives.base import check_dense, new_tensor
-from comm_collectives.base.transport import BACKWARD_FAILED, WANTS_GRADIENT
+from comm_collectives.base.transport import TransferFlag
 from comm_collectives.call.autograd import tell_of_failure, wants_grad
+from comm_collectives.call.devices import here as _here
 from comm_collectives.call.groups import Group
 from comm_collectives.call.handles import CallLater, CallNow, Handle, launch_on, put_in_graph
-from comm_collectives.call.handles import here as _here
 from comm_collectives.call.pairs import Lane, Transfer
 from comm_collectives.collectives import Device, checked_device
 from comm_collectives.errors import MismatchError
@@ -72,7 +72,7 @@ def send(
     check_dense(x, "x")
     state, lane = lane_to(dst, "dst", group, timeout_s)
     wants = wants_grad(x)
-    flags = WANTS_GRADIENT if wants else 0
+    flags = TransferFlag.WANTS_GRADIENT if wants else 0
     handle = lane.send(state, "send", [x], dst, limit_s=timeout_s, flags=flags)
     token = torch.zeros(0, device=x.device)
     if wants:
@@ -148,7 +148,7 @@ def recv(
                 "isend_tensors sends with recv_tensors"
             )
         y = message.tensors[0] if device is None else message.tensors[0].to(device)
-        if not message.flags & WANTS_GRADIENT:
+        if not message.flags & TransferFlag.WANTS_GRADIENT:
             return y
         return _attach_sent(y, lane, replace(transfer, place=message.place))
 
@@ -202,7 +202,7 @@ class _Sent(torch.autograd.Function):
             back = replace(sent, name="send (backward)", holds=False)
             message = ctx.lane.take(ticket, back)
             ctx.wanted.is_taken = True
-            if message.flags & BACKWARD_FAILED:
+            if message.flags & TransferFlag.BACKWARD_FAILED:
                 raise MismatchError(
                     f"{back}: a backward pass of rank {sent.state.ranks[sent.dst]} ended in an "
                     "exception ahead of what it had received, so no gradient of that will come"
@@ -248,7 +248,7 @@ class _Alive:
 
     def fail(self) -> None:
         """Note that a backward pass has failed that might have come here."""
-        self._flags = BACKWARD_FAILED
+        self._flags = TransferFlag.BACKWARD_FAILED
 
     def __del__(self) -> None:
         lane, transfer, flags = self._lane, self._transfer, self._flags

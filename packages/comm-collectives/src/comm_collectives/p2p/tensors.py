@@ -15,7 +15,7 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_tensors
-from comm_collectives.base.transport import WANTS_GRADIENT
+from comm_collectives.base.transport import TransferFlag
 from comm_collectives.call.groups import Group, GroupState, check_peer, check_timeout, group_state
 from comm_collectives.call.pairs import Lane
 from comm_collectives.call.pairs import SendHandle as SendHandle
@@ -79,7 +79,7 @@ def recv_tensors(
     checked_device(device)
     state, lane = lane_to(src, "src", group, timeout_s)
     message = lane.take(*lane.post(state, "recv_tensors", src, limit_s=timeout_s))
-    if message.flags & WANTS_GRADIENT:
+    if message.flags & TransferFlag.WANTS_GRADIENT:
         lane.send(state, "recv_tensors", [], src, key=message.place)  # it is zero
         del lane.pairs[src].sent[message.place]
     return [t if device is None else t.to(device) for t in message.tensors]

@@ -20,7 +20,7 @@ from moe_pipeline.executor.pytrees import flatten, map_tensors
 from moe_pipeline.executor.stage_io import Stage, gate_output
 from moe_pipeline.executor.stage_message import activations
 from moe_pipeline.schedules.table import Action, Kind, StageCosts
-from moe_pipeline.weight_grad import WeightGradStore, reuses_grad, split_backward
+from moe_pipeline.weight_grad import InPlaceAccumulation, WeightGradStore, split_backward
 
 
 def measure_costs(
@@ -53,7 +53,8 @@ def measure_costs(
     """
     parameters = list(stage.parameters()) if isinstance(stage, nn.Module) else []
     before = [
-        p.grad.clone() if p.grad is not None and reuses_grad(p) else p.grad for p in parameters
+        p.grad.clone() if p.grad is not None and InPlaceAccumulation.reuses_grad(p) else p.grad
+        for p in parameters
     ]
     times, costs = [], StageCosts()
 

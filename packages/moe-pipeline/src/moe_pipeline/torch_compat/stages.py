@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import StageOutput, map_tensors
 from moe_pipeline.torch_compat.data_parallel import check_wrapper
-from moe_pipeline.weight_grad import reuses_grad
+from moe_pipeline.weight_grad import InPlaceAccumulation
 
 LossFunction = Callable[..., Tensor]
 
@@ -122,7 +122,7 @@ def divided_gradients(
     """
     held = [(parameter, parameter.grad) for parameter in parameters]
     before = [
-        (p, grad.clone() if copies or reuses_grad(p) else grad)
+        (p, grad.clone() if copies or InPlaceAccumulation.reuses_grad(p) else grad)
         for p, grad in held
         if grad is not None
     ]

@@ -6,7 +6,6 @@ May import: no room.
 from moe_pipeline.weight_grad.accumulation import GradTarget as GradTarget
 from moe_pipeline.weight_grad.accumulation import InPlaceAccumulation as InPlaceAccumulation
 from moe_pipeline.weight_grad.accumulation import product as product
-from moe_pipeline.weight_grad.accumulation import reuses_grad as reuses_grad
 from moe_pipeline.weight_grad.deferred import DeferredWeightGrad as DeferredWeightGrad
 from moe_pipeline.weight_grad.deferred import accumulated as accumulated
 from moe_pipeline.weight_grad.deferred import defer as defer

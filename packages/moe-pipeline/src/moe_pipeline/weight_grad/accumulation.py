@@ -100,6 +100,11 @@ class InPlaceAccumulation:
     Copies and pickles share no memory with the original.
     """
 
+    @staticmethod
+    def reuses_grad(leaf: Tensor) -> bool:
+        """Whether a backward that finds no `grad` may write where the one before it lies."""
+        return leaf in _HAVE_KEPT_MEMORY
+
     def __init__(self, *, keeps_memory: bool = False) -> None:
         self._keeps_memory = keeps_memory
         self._kept: dict[int, tuple[ReferenceType[Tensor], Tensor]] = {}
@@ -123,11 +128,6 @@ class InPlaceAccumulation:
             _HAVE_KEPT_MEMORY[leaf] = True
         leaf.grad = kept
         return GradTarget(kept, False)
-
-
-def reuses_grad(leaf: Tensor) -> bool:
-    """Whether a backward that finds no `grad` may write where the one before it lies."""
-    return leaf in _HAVE_KEPT_MEMORY
 
 
 def open_grad(leaf: Tensor) -> Tensor | None:

@@ -315,14 +315,9 @@ class Checkpointer:
         if background is not None and has_one and kept is not None and kept == stored:
             background.load_average(self.parts(), source)
         elif self.rank == 0 and has_one and kept:
-            logger.warning(
-                "warning: the moving average in %s is one of its %s, and this job would average "
-                "its %s, since train.dtype is another one; the average begins with step %d",
-                source,
-                stored,
-                kept,
-                step + 1,
-            )
+            text = "warning: the moving average in %s is one of its %s, and this job would average "
+            text += "its %s, since train.dtype is another one; the average begins with step %d"
+            logger.warning(text, source, stored, kept, step + 1)
         elif self.rank == 0 and has_one:
             logger.warning(
                 "warning: %s holds a moving average, which is not continued: "
@@ -330,9 +325,8 @@ class Checkpointer:
                 source,
             )
         elif self.rank == 0 and kept:
-            logger.warning(
-                "warning: %s holds no moving average, so it begins with step %d", source, step + 1
-            )
+            text = "warning: %s holds no moving average, so it begins with step %d"
+            logger.warning(text, source, step + 1)
 
     def load_weights(self, source: Path) -> None:
         """Start from the weights of a transformers checkpoint, converted to this run's dtype.

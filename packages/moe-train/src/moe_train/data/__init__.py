@@ -10,7 +10,6 @@ from moe_train.data.ledger import DataIdentity as DataIdentity
 from moe_train.data.ledger import Ledger as Ledger
 from moe_train.data.ledger import check_value as check_value
 from moe_train.data.ledger import id_hashes as id_hashes
-from moe_train.data.mixture import MixtureOrder as MixtureOrder
 from moe_train.data.mixture import SourceShare as SourceShare
 from moe_train.data.packing import Batch as Batch
 from moe_train.data.prepare import PreparedCorpus as PreparedCorpus

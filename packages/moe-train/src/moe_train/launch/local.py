@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_train.cache import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError, check_type
-from moe_train.rank import OUT_OF_TIME, ForkServer, RankError, RankJob, rank_file
+from moe_train.rank import ForkServer, RankError, RankJob, rank_file
 
 STOP_GRACE_S = 300.0
 """How long ranks may take to finish their step and save after a request to stop."""
@@ -143,7 +143,7 @@ class _Supervisor:
     def _is_out_of_time(self) -> bool:
         """Whether a rank has ended since the job's time was over."""
         done = (rank_file(self._run_dir, rank, "done") for rank in range(self._world_size))
-        return any(file.read_text() == OUT_OF_TIME for file in done)
+        return any(file.read_text() for file in done)
 
     def _start(self, port: int) -> None:
         size = self._world_size

@@ -7,7 +7,6 @@ May import: unified-ckpt (signals).
 from moe_train.rank.environment import RankPlace as RankPlace
 from moe_train.rank.environment import find_place as find_place
 from moe_train.rank.fork_server import ForkServer as ForkServer
-from moe_train.rank.rank import OUT_OF_TIME as OUT_OF_TIME
 from moe_train.rank.rank import RankContext as RankContext
 from moe_train.rank.rank import RankError as RankError
 from moe_train.rank.rank import RankJob as RankJob

@@ -21,9 +21,6 @@ from pathlib import Path
 from moe_train.errors import MoeTrainError
 from unified_ckpt.signals import SignalWatch
 
-OUT_OF_TIME = "out of time"
-"""What a rank's file `done` holds if that is why it has ended."""
-
 
 @dataclass(slots=True)
 class RankContext:
@@ -89,7 +86,7 @@ class RankJob:
 
 def rank_file(run_dir: Path, rank: int, kind: str) -> Path:
     """The file in which a rank says that it is ready for signals (`pid`), that its job ran to its
-    end (`done`), or why it failed (`error.json`).
+    end (`done`, with a text if it was out of time), or why it failed (`error.json`).
     """
     return run_dir / f"rank-{rank}.{kind}"
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from moe_train.cache import write_atomic
 from moe_train.rank.rank import (
-    OUT_OF_TIME,
     RankJob,
     RankJobError,
     rank_file,
@@ -44,7 +43,7 @@ def run_launched(run_dir: Path) -> int:
     except RankJobError as failure:
         write_atomic(rank_file(run_dir, rank, "error.json"), json.dumps(asdict(failure.error)))
         return 1
-    write_atomic(rank_file(run_dir, rank, "done"), OUT_OF_TIME if context.out_of_time else "")
+    write_atomic(rank_file(run_dir, rank, "done"), "out of time" if context.out_of_time else "")
     return 0
 
 

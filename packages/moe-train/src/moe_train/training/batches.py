@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_train.data import Batch, JoinedSplit, MixtureOrder, id_hashes
+from moe_train.data import Batch, DataIdentity, JoinedSplit, id_hashes
 from moe_train.labels import IGNORED_LABEL
 
 
@@ -52,10 +52,14 @@ class SamplesRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """What one rank reads for one step: a batch for each microbatch, or none, and its account."""
+    """What one rank reads for one step: a batch for each microbatch, or none, and its account.
+
+    `turns` is where those of a mixture of sources begin that are known, as `Mixture` takes it.
+    """
 
     batches: tuple[Batch, ...] = ()
     read: SamplesRead = SamplesRead()
+    turns: tuple[int, ...] = ()
 
 
 class SampleReader:
@@ -63,11 +67,18 @@ class SampleReader:
 
     Args:
         train: None on stages that need no tokens: their batches are empty.
-        order: which sequence each sample means.
+        begin: where a mixture's turns may begin, as an earlier step's `turns`.
     """
 
-    def __init__(self, train: JoinedSplit | None, order: MixtureOrder, plan: BatchPlan) -> None:
-        self._train, self._plan, self._order = train, plan, order
+    def __init__(
+        self,
+        train: JoinedSplit | None,
+        data: DataIdentity,
+        plan: BatchPlan,
+        begin: Sequence[int] = (),
+    ) -> None:
+        self._train, self._plan = train, plan
+        self._order = data.order(begin)
 
     def read(self, first_sample: int) -> StepBatches:
         """The microbatches of the step that begins with sample `first_sample`, on the CPU."""
@@ -82,7 +93,8 @@ class SampleReader:
         read = SamplesRead(
             num_predicted=count_predictions(batches), num_samples=num_samples, hash_sum=hash_sum
         )
-        return StepBatches(batches=tuple(batches), read=read)
+        turns = self._order.mixture.begin_of(first_sample)
+        return StepBatches(batches=tuple(batches), read=read, turns=turns)
 
 
 def validation_steps(split: JoinedSplit, count: int, plan: BatchPlan) -> Iterator[list[Batch]]:

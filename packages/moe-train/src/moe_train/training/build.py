@@ -3,6 +3,8 @@
 mesh-spmd lays out the parameters, comm-collectives tells every rank about the corpus and reduces
 gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (through `layout`) read
 and write it. gpu-alloc replays what this allocates, in `plan`.
+
+Length: each key of a job has its one line here, where it becomes an option of a library.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_pipeline import PipelineExecutor, Schedule
@@ -62,7 +63,7 @@ from moe_train.training.pipelines import (
     training_schedule,
     unmeasured_schedule,
 )
-from moe_train.training.sources import Corpus, open_corpus
+from moe_train.training.sources import Corpus, known_corpus, open_corpus
 from moe_train.training.step import StepRunner
 from moe_train.training.updates import (
     groups_of_job,
@@ -233,7 +234,7 @@ def build_training(
         ValueError: this rank's corpus is not that of rank 0.
     """
     model = read_model_config(config) if former is None else former.runner.stages.config
-    known = None if former is None else _known_corpus(former)
+    known = None if former is None else known_corpus(former.prepared)
     needs_tokens = parallel.is_first or parallel.is_last
     prepared = (known or prepare(config)) if needs_tokens else None
     corpus = open_corpus(config, parallel, prepared)
@@ -248,18 +249,6 @@ def build_training(
         corpus=corpus,
         prepared=prepared,
     )
-
-
-def _known_corpus(former: Training) -> PreparedCorpus | None:
-    """The job's corpus as this rank has read it, or as rank 0 has, if this machine has it too.
-
-    Collective over all ranks.
-    """
-    told = [former.prepared]
-    dist.broadcast_object_list(told, src=0)
-    given = told[0]
-    is_here = given is not None and all(path.exists() for path in given.paths)
-    return former.prepared or (given if is_here else None)
 
 
 def build_runner(

@@ -11,7 +11,7 @@ and its memory is not used anew while that stream reads it.
         loader.load(0).batches
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -88,7 +88,7 @@ class BatchLoader:
                 for batch in step.batches
             )
             return _Sent(
-                step=StepBatches(batches=there, read=step.read),
+                step=replace(step, batches=there),
                 arrived=self._stream.record_event(),
             )
 

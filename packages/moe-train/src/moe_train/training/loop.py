@@ -20,7 +20,7 @@ from pathlib import Path
 
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
-from moe_train.data import Batch, Ledger, MixtureOrder
+from moe_train.data import Batch, Ledger
 from moe_train.errors import TrainValueError
 from moe_train.optim import LrSchedule
 from moe_train.parallel import Parallel, Sizes, start
@@ -84,7 +84,7 @@ class TrainingLoop:
         schedule: the learning rate of every step.
         guard: tells which loss is too high.
         saver: writes the checkpoints.
-        order: which sequence each sample means, in every layout.
+        turns: where those of a mixture of sources begin that are known.
         in_force: the layout of the steps, and the loads of the experts in it.
         memory: told what this rank is busy with.
         places: where this rank has stood in the layouts so far, by their sizes.
@@ -97,7 +97,7 @@ class TrainingLoop:
     schedule: LrSchedule
     guard: SpikeGuard
     saver: Saver
-    order: MixtureOrder
+    turns: tuple[int, ...] = ()
     in_force: LayoutInForce = field(default_factory=LayoutInForce)
     memory: RankMemory = field(default_factory=RankMemory)
     places: dict[Sizes, Parallel] = field(default_factory=dict)
@@ -121,10 +121,8 @@ class TrainingLoop:
         schedule = LrSchedule.of(config.optimizer, config.train.max_steps)
         if state is not None:
             position = Position(state.step, state.consumed_samples, state.ledger)
-            guard = SpikeGuard.of(
-                config, state.recent_losses, state.skips_in_row, state.skipped_steps
-            )
-            before = state.schedule or schedule
+            skipped, before = (state.skips_in_row, state.skipped_steps), state.schedule or schedule
+            guard = SpikeGuard.of(config, state.recent_losses, *skipped)
             schedule = before.resumed(state.step, config.optimizer, config.train.max_steps)
         saver = Saver(
             checkpointer=training.checkpointer,
@@ -133,8 +131,6 @@ class TrainingLoop:
             first_step=position.step,
             best_validation_loss=None if state is None else state.best_validation_loss,
         )
-        in_force = LayoutInForce.of(config.parallel, state)
-        order = training.corpus.data.order(() if state is None else state.mixture_begin)
         return cls(
             config=config,
             training=training,
@@ -143,8 +139,8 @@ class TrainingLoop:
             schedule=schedule,
             guard=guard,
             saver=saver,
-            order=order,
-            in_force=in_force,
+            turns=() if state is None else state.mixture_begin,
+            in_force=LayoutInForce.of(config.parallel, state),
             memory=memory or RankMemory(rank=training.parallel.rank),
         )
 
@@ -219,8 +215,8 @@ class TrainingLoop:
             self.memory.label("parameters", self.training.runner.stages.parameters())
         gc.collect()  # modules and their parameters refer to each other
         if parallel.rank == 0:
-            told = described(wanted, imbalance)
-            logger.info("step %d begins in the layout %s; %s", step + 1, told, moved)
+            text = "step %d begins in the layout %s; %s"
+            logger.info(text, step + 1, described(wanted, imbalance), moved)
 
     def first_steps(self, count: int, context: RankContext) -> Iterator[StepResult]:
         """The results of the next steps, at most `count`, without validation and checkpoints, up to
@@ -245,8 +241,7 @@ class TrainingLoop:
             except BadStepError as error:
                 raise type(error)(f"{error}; {self._save_before_error()}") from error
             step = context.step = self.position.step
-            last = step == train.max_steps
-            stopping = result.stop_requested
+            last, stopping = step == train.max_steps, result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
                 with self.memory.phase("validation"), pace.validation():
                     self.saver.note_validation(step, self._validate())
@@ -260,8 +255,7 @@ class TrainingLoop:
             self.saver.look()
             context.out_of_time = stopping and is_over and not last
             if context.out_of_time and self.reporter is not None:
-                minutes = f"train.exit_duration_minutes={train.exit_duration_minutes:g}"
-                logger.info("%s ends the job after step %d; go on with --resume", minutes, step)
+                logger.info("train.exit_duration_minutes ends the job after step %d", step)
             if stopping or last or step == until or result.relayout_requested:
                 return result
 
@@ -271,6 +265,7 @@ class TrainingLoop:
         """One step; where the guard leaves out its update, its samples are used up all the same."""
         started = time.perf_counter()
         step = loader.load(self.position.consumed_samples)
+        self.turns = step.turns or self.turns
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
         self.training.runner.stages.begin_step(self.position.step + 1)
@@ -338,7 +333,7 @@ class TrainingLoop:
         train, corpus = self.config.train, self.training.corpus
         first, size = self.position.consumed_samples, train.global_batch_size
         return BatchLoader(
-            SampleReader(corpus.train, self.order, self.plan),
+            SampleReader(corpus.train, corpus.data, self.plan, self.turns),
             self.training.parallel.device,
             range(first, first + (train.max_steps - self.position.step) * size, size),
             depth=self.config.data.prefetch_batches,
@@ -377,7 +372,7 @@ class TrainingLoop:
             best_validation_loss=self.saver.best_validation_loss,
             expert_parts=self.in_force.parts,
             expert_rows=tuple(map(tuple, self.in_force.loads.rows_LE)),
-            mixture_begin=self.order.mixture.begin_of(self.position.consumed_samples),
+            mixture_begin=self.turns,
             ledger=self.position.ledger,
         )
 

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from comm_collectives import broadcast_nested
 from moe_train.config import Config
 from moe_train.data import DataIdentity, JoinedSplit, PreparedCorpus, SourceShare, open_joined
@@ -63,6 +65,18 @@ def open_corpus(config: Config, parallel: Parallel, prepared: PreparedCorpus | N
         sources=facts.sources,
     )
     return Corpus(train=train, validation=validation, data=data, facts=facts)
+
+
+def known_corpus(own: PreparedCorpus | None) -> PreparedCorpus | None:
+    """The corpus as this rank has read it, or as rank 0 has, if this machine has that too.
+
+    Collective over all ranks.
+    """
+    told = [own]
+    dist.broadcast_object_list(told, src=0)
+    given = told[0]
+    is_here = given is not None and all(path.exists() for path in given.paths)
+    return own or (given if is_here else None)
 
 
 def open_splits(config: Config, prepared: PreparedCorpus) -> tuple[JoinedSplit, JoinedSplit]:

@@ -5,8 +5,7 @@ May import: base.
 
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK as SYSTEM_CLOCK
 from comm_collectives.base.transport.clock import Clock as Clock
-from comm_collectives.base.transport.header import BACKWARD_FAILED as BACKWARD_FAILED
-from comm_collectives.base.transport.header import WANTS_GRADIENT as WANTS_GRADIENT
+from comm_collectives.base.transport.header import TransferFlag as TransferFlag
 from comm_collectives.base.transport.header import TransferHeader as TransferHeader
 from comm_collectives.base.transport.scratch import Lease as Lease
 from comm_collectives.base.transport.scratch import ScratchPool as ScratchPool

@@ -10,6 +10,7 @@ travels on, its number of dims and its shape.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import lru_cache
 
 import torch
@@ -17,10 +18,15 @@ import torch
 from comm_collectives.base import DTYPES, dtype_code
 
 _MAGIC = 0x6D6F65_636F6D6D  # guards against reading another program's message as a header
-WANTS_GRADIENT = 1  # a flag: the sender waits for a gradient of what it sends
-BACKWARD_FAILED = 2  # a flag of what stands for a gradient that will not come
 _WORD = struct.Struct("<q")
 _KINDS = ("cpu", "cuda", "xpu", "mtia", "npu", "hpu", "mps")
+
+
+class TransferFlag(IntFlag):
+    """What a header says beside what travels."""
+
+    WANTS_GRADIENT = 1  # the sender waits for a gradient of what it sends
+    BACKWARD_FAILED = 2  # in place of a gradient that will not come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,4 +15,3 @@ from comm_collectives.call.handles.handles import turn as turn
 from comm_collectives.call.handles.watch import debug_mode as debug_mode
 from comm_collectives.call.handles.worker import Awaiting as Awaiting
 from comm_collectives.call.handles.worker import Worker as Worker
-from comm_collectives.call.handles.worker import here as here

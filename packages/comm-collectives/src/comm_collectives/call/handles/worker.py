@@ -17,7 +17,6 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles.caught import Caught
 from comm_collectives.threads import Thread, Threads, this_thread
 
@@ -129,19 +128,6 @@ class Worker:
         finally:
             self._runner = 0
             self._done += 1
-
-
-def here(state: GroupState, run: Callable[[], T]) -> Callable[[], T]:
-    """Let work on an accelerator be queued where the caller's would be, on another thread."""
-    if state.moves_on_host:
-        return run
-    stream = torch.accelerator.current_stream()
-
-    def run_there() -> T:
-        with stream:
-            return run()
-
-    return run_there
 
 
 @final

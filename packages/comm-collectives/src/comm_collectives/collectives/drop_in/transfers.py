@@ -20,8 +20,9 @@ import torch.distributed as dist
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, from_bytes
 from comm_collectives.base.transport import Pending
+from comm_collectives.call.devices import here
 from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Awaiting, Worker, here, launch_on
+from comm_collectives.call.handles import Awaiting, Worker, launch_on
 from comm_collectives.call.pairs import ANY_RANK, Lane, Message, SendHandle, Transfer
 from comm_collectives.collectives.drop_in.in_place import check_written, write
 from comm_collectives.collectives.drop_in.moves import rank_of
