@@ -48,7 +48,6 @@ NOT_RUN = (
     "base/streams/sockets.py",
     "base/transport/shm_region.py",
     "call/devices/flight_record.py",
-    "call/devices/queues.py",
     "call/devices/reports.py",
     "call/devices/verdict.py",
     "call/groups/wire_count.py",
