@@ -104,15 +104,15 @@ class Mixture:
         ]
 
     def begin_of(self, sample: int) -> tuple[int, ...]:
-        """The weights, the last block that is known to begin at or before a sample, and its counts.
-
-        None of a single source, which needs no turns.
-        """
+        """The weights, the last known block up to a sample, its counts; none of a single source."""
         if len(self._integers) == 1:
             return ()
-        wanted = sample % self.period // _TURNS
-        block = max(block for block in self._begins.copy() if block <= wanted)
+        block = self._known(sample % self.period // _TURNS)
         return (*self._integers, block, *self._begins[block])
+
+    def _known(self, block: int) -> int:
+        """The last block up to this one of which it is known how it begins; mostly this one."""
+        return block if block in self._begins else max(b for b in self._begins if b <= block)
 
     def _divide(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Whole periods before each sample, and its place in its own."""
@@ -123,7 +123,7 @@ class Mixture:
 
     def _sources_of(self, block: int) -> NDArray[np.int64]:
         """The sources of one block of places of a period, int64 [at most _TURNS]."""
-        for known in range(max(each for each in self._begins if each <= block), block):
+        for known in range(self._known(block), block):
             added = np.bincount(self._block(known), minlength=len(self._integers)).tolist()
             begins = zip(self._begins[known], added, strict=True)
             self._begins[known + 1] = [begin + more for begin, more in begins]
