@@ -5,7 +5,7 @@ import torch
 
 from comm_collectives.simulation.faults.schedule import FaultSchedule
 from comm_collectives.simulation.fuzz import disagreements
-from comm_collectives.simulation.fuzz.cases import Draw
+from comm_collectives.simulation.fuzz.cases import Case, Draw, Rows
 from comm_collectives.simulation.fuzz.disagreements import _WAYS, Disagreement
 from comm_collectives.simulation.fuzz.fuzzing import fuzz
 from comm_collectives.simulation.fuzz.trial import judge
@@ -30,6 +30,18 @@ def test_disagreement_is_the_right_error_on_every_rank_and_the_group_goes_on(
 ) -> None:
     cases = _drawn(way, size)
     result = simulate([case.call for case in cases], size, shared_memory=size == 2)
+    assert judge(result, cases, FaultSchedule()) == ("finished", None)
+
+
+@pytest.mark.filterwarnings("ignore::comm_collectives.errors.LostGradientWarning")
+@pytest.mark.parametrize("way", list(_WAYS))
+def test_disagreement_is_the_right_error_after_the_odd_rank_has_dropped_a_graph(way: str) -> None:
+    rows = Rows(Draw(seed=0, size=5, has_tokens=[True] * 5))
+    rows._grad, rows._used = True, torch.ones(5, dtype=torch.bool)
+    case = _drawn(way, 5)[0]
+    rows._used[case._odd] = False
+    cases: list[Case] = [rows, case]
+    result = simulate([each.call for each in cases], 5, shared_memory=False)
     assert judge(result, cases, FaultSchedule()) == ("finished", None)
 
 

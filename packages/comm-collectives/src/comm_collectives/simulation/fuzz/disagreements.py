@@ -179,6 +179,8 @@ def _raw_calls_beside(at: _At) -> None:
     """Calls of another communicator of the same ranks, as raw torch's, which hold up the caller."""
     if at.is_calm:  # or they would end in an error of their own
         raw = at.rank.subgroup(range(at.rank.size)[::-1])
+        # Simulated ranks answer for dropped graphs in a call of the group, not beside raw ones.
+        all_reduce(at.x(), group=at.rank.group)
         if at.is_odd:
             all_reduce(at.x(), group=raw)
         handle = all_reduce(at.x(), group=at.rank.group, async_op=True)
