@@ -1,9 +1,13 @@
-"""One training step of the example's decoder in one process: ours against transformers'.
+"""One training step in one process: ours against transformers'.
 
 Same weights, same batch, same AdamW (torch's fused one), same clipping, alternating in one process;
-transformers runs with each of its experts implementations, and the fastest of them is the peer.
+transformers runs with each of its experts implementations, and the fastest of them is the peer. On
+the CPU it is the example's decoder in float32. On a GPU it is two layers of Qwen3-30B-A3B (1.9e9
+parameters) in bfloat16 on four samples of 4,096 tokens, against grouped_mm; what a step adds to the
+memory of weights, gradients and moments is compared too, with and without recomputation.
 
     uv run python benchmarks/moe_train_step.py [--rounds 9] [--threads 1]
+    python benchmarks/moe_train_step.py --device cuda
 """
 
 import argparse
@@ -11,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +34,33 @@ from moe_train.training import build_runner, read_model_config
 ROOT = Path(__file__).resolve().parent.parent
 # batched_mm copies an expert's weights for every routed row: minutes and gigabytes a step here.
 PEERS = ("grouped_mm", "eager")
+LARGE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+    "tie_word_embeddings": False,
+}
+LARGE_JOB = [
+    "train.global_batch_size=4",
+    "data.sequence_length=4096",
+    "data.reset_at_documents=false",
+    "train.dtype=bfloat16",
+    "train.device=cuda",
+]
 
 
 def main() -> None:
@@ -37,25 +68,64 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     # One thread: with more, a busy machine measures how OpenMP waits.
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--shrink", type=int, default=1, help="of the decoder on a GPU")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        config = example(Path(folder))
-        batches = microbatches(config)
-        steps: dict[str, Callable[[], float]] = {"ours": our_step(config, batches)}
-        for name in PEERS:
-            steps[name] = their_step(config, batches, name)
-        report(measure(steps, options.rounds))
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        if options.device == "cpu":
+            config = example(Path(folder), [])
+            report(measure(make_steps(config, PEERS), options.rounds), "step_ratio")
+        else:
+            on_a_gpu(Path(folder), options.rounds, options.shrink)
         dist.destroy_process_group()
 
 
-def example(folder: Path) -> Config:
+def on_a_gpu(folder: Path, rounds: int, shrink: int) -> None:
+    """Time and memory of a step of the large decoder; then ours with recomputation, for memory."""
+    (folder / "large.json").write_text(json.dumps(shrunk(shrink)))
+    job = [*LARGE_JOB, f"model.config_file={folder / 'large.json'}"]
+    job.append(f"data.sequence_length={max(8, 4096 // shrink)}")
+    config = example(folder, job)
+    for name, change in (("", {}), ("_recomputed", {"recompute": "selective"})):
+        ours = replace(config, train=replace(config.train, **change))
+        steps = make_steps(ours, PEERS[:1])
+        report(measure(steps, rounds), f"gpu_step_ratio{name}")
+        added = {side: added_bytes(step) for side, step in steps.items()}
+        ratio = added["ours"] / added[PEERS[0]]
+        figure = {"figure": f"gpu_step_memory{name}", "value": round(ratio, 3), "unit": "x"}
+        print(json.dumps(figure | {f"{side}_bytes": size for side, size in added.items()}))
+
+
+def shrunk(factor: int) -> dict[str, object]:
+    """The large decoder, with widths and counts divided."""
+    parts = {"vocab_size", "hidden_size", "moe_intermediate_size", "num_experts", "head_dim"}
+    return {k: v // factor if k in parts else v for k, v in LARGE.items()}
+
+
+def added_bytes(step: Callable[[], float]) -> int:
+    """How far a step's peak lies above what is allocated before it."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def make_steps(config: Config, peers: Sequence[str]) -> dict[str, Callable[[], float]]:
+    """Ours and the peers', by name."""
+    batches = microbatches(config)
+    theirs = {name: their_step(config, batches, name) for name in peers}
+    return {"ours": our_step(config, batches), **theirs}
+
+
+def example(folder: Path, overrides: Sequence[str]) -> Config:
     """The example's job, in one process."""
-    overrides = ["parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "train.device=cpu"]
-    config = load_config(ROOT / "examples" / "python_stdlib.toml", overrides)
+    alone = ["parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "train.device=cpu", *overrides]
+    config = load_config(ROOT / "examples" / "python_stdlib.toml", alone)
     return replace(config, train=replace(config.train, output_dir=str(folder)))
 
 
@@ -82,7 +152,9 @@ def their_step(config: Config, batches: list[Batch], experts: str) -> Callable[[
     torch.manual_seed(0)
     shape = Qwen3MoeConfig.from_json_file(config.model.config_file)
     shape._experts_implementation = experts
-    model = Qwen3MoeForCausalLM(shape).train()
+    device = torch.device(config.train.device)
+    with device:
+        model = Qwen3MoeForCausalLM(shape).train().to(getattr(torch, config.train.dtype))
     model.set_experts_implementation(experts)
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -96,19 +168,21 @@ def their_step(config: Config, batches: list[Batch], experts: str) -> Callable[[
         fused=True,
     )
     count = sum(batch.labels.numel() for batch in batches)
+    given = [(batch.input_ids.to(device), batch.labels.to(device)) for batch in batches]
 
     def step() -> float:
         optimizer.zero_grad()
-        total = 0.0
-        for batch in batches:
+        total = torch.zeros((), device=device)
+        for input_ids, labels in given:
             # Positions are left to the model: they are 0, 1, 2, ... and its fast path.
-            logits = model(input_ids=batch.input_ids, use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+            logits = model(input_ids=input_ids, use_cache=False).logits
+            # In float32, as its own loss is.
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
             (loss / count).backward()
-            total += loss.item() / count
+            total += loss.detach() / count
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
-        return total
+        return total.item()
 
     return step
 
@@ -117,8 +191,10 @@ def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             began = time.perf_counter()
-            loss = step()
+            loss = step()  # ends with a number that the host reads
             if number:
                 times[name].append(time.perf_counter() - began)
             if not loss < 20:
@@ -126,14 +202,15 @@ def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
     return times
 
 
-def report(times: dict[str, list[float]]) -> None:
-    for name in PEERS:
+def report(times: dict[str, list[float]], figure_name: str) -> None:
+    peers = [name for name in times if name != "ours"]
+    for name in peers:
         ratios = sorted(a / b for a, b in zip(times["ours"], times[name], strict=True))
         print(f"ours / transformers {name}: {statistics.median(ratios):.3f}")
-    best = min(PEERS, key=lambda name: statistics.median(times[name]))
+    best = min(peers, key=lambda name: statistics.median(times[name]))
     ratios = sorted(a / b for a, b in zip(times["ours"], times[best], strict=True))
     figure = {
-        "figure": "step_ratio",
+        "figure": figure_name,
         "value": round(statistics.median(ratios), 3),
         "unit": "x",
         "low": round(ratios[0], 3),

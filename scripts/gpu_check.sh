@@ -6,10 +6,11 @@
 #   scripts/gpu_check.sh               # from a bare checkout: the source folders go on PYTHONPATH
 #   scripts/gpu_check.sh --installed   # on installed wheels: the packages must be in site-packages
 #
-# PYTHON names another interpreter.
+# PYTHON names another interpreter; GPU_TESTS_LIMIT_S ends the tests of a package that hang.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+limit_s=${GPU_TESTS_LIMIT_S:-900}
 installed=${1:-}
 
 if [[ -n $installed && $installed != --installed ]]; then
@@ -62,7 +63,7 @@ for folder in packages/*/ testing/ integration_tests/; do
   [[ ${#files[@]} -gt 0 ]] || continue
   session=gpu-$(basename "$folder")
   sessions+=("$session")
-  TEST_REPORT=$reports/$session.json "$python" -m pytest -q -rs -m gpu -p no:cacheprovider \
+  TEST_REPORT=$reports/$session.json timeout "$limit_s" "$python" -m pytest -q -rs -m gpu -p no:cacheprovider \
     "${files[@]}" || code=$?
   # 5: nothing was collected, because a library is missing; the summary names what was not run.
   [[ ${code:-0} -eq 0 || $code -eq 5 ]] || status=$code

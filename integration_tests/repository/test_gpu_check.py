@@ -80,7 +80,7 @@ def test_each_package_has_a_process_of_its_own_and_what_was_not_run_is_named(
     assert "test_x.py::test_y: two cards are needed" in done.stdout
 
 
-FORKS = {"run_ranks", "collect_ranks"}
+FORKS = {"run_ranks", "collect_ranks", "check_machine"}
 
 
 def forking(source: str) -> dict[str, bool]:

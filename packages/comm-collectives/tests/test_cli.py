@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from comm_collectives.checking.misuse.table import MISUSES
 from comm_collectives.cli import main
@@ -50,6 +51,12 @@ def test_check_finds_this_machine_right() -> None:
     mistakes = sum("mistake" in outcome for outcome in outcomes)
     assert mistakes == 2 * (len(MISUSES) + 1)  # here and over the wire
     assert len(outcomes) - mistakes > 4000 + 600
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a device")
+def test_a_machine_without_devices_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--device", "cuda"]) == 2
+    assert "--device: torch sees no CUDA device; leave out --device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "1"])

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import comm_collectives as cc
+from comm_collectives.checking.cells import COLUMNS, all_cases
+from comm_collectives.checking.matrix import judge_order
+from comm_collectives.checking.rank_side import HERE, Order, answer
 from comm_collectives.collectives import drop_in
 from comm_collectives.errors import LostGradientWarning
 from devicetest import fake_cuda
@@ -114,6 +117,23 @@ def test_a_batch_of_transfers_has_arrived_when_its_works_were_waited_for(
         assert y.unique().tolist() == [2 - rank]
 
     on_devices(tmp_path, program, backend)
+
+
+def test_every_cell_is_right_where_new_tensors_are_on_the_device(tmp_path: Path) -> None:
+    """As where torch's default device is set; nested values take no tensor of a subclass."""
+    shapes = ("uneven", "strided", "no dims")
+    cells = [c for c in all_cases(dtypes=[torch.bfloat16]) if "nested" not in c.collective]
+    cells = [c for c in cells if c.columns == min(COLUMNS) and c.shape in shapes]
+    orders = [Order(cell, HERE) for cell in cells]
+    assert len({cell.collective for cell in cells}) > 20
+
+    def program(rank: int) -> None:
+        torch.set_default_device(torch.device("cuda", rank))
+        outcomes = [judge_order(order, [answer(order)]) for order in orders]
+        torch.set_default_device(None)
+        assert [each for each in outcomes if not each.is_good] == []
+
+    on_devices(tmp_path, program)
 
 
 def test_a_receive_is_written_where_the_callers_stream_reads_it(tmp_path: Path) -> None:

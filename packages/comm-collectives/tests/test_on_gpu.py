@@ -17,6 +17,7 @@ import comm_collectives as cc
 from comm_collectives.base.wire import as_bytes
 from comm_collectives.call.calls import Call
 from comm_collectives.call.groups.groups import group_state
+from comm_collectives.checking import FEW_DTYPES, check_machine, on_devices
 from comm_collectives.errors import CommValueError, PeerFailedError
 from ranktest import Outcome, collect_ranks, run_ranks
 
@@ -78,6 +79,13 @@ def test_cuda_tensors_are_sent_as_values_over_gloo() -> None:
             assert empty.shape == (0, 3)
 
     run_ranks(fn, 2)
+
+
+@pytest.mark.gpu(needs="tensors of no subclass")
+def test_every_cell_and_mistake_ends_as_it_must_on_two_ranks_of_the_devices() -> None:
+    """Over NCCL where each rank has a device of its own, else over gloo."""
+    backend = on_devices("gloo", 2)
+    assert check_machine(2, backend=backend, dtypes=FEW_DTYPES).problems == []
 
 
 def test_nccl_with_one_rank() -> None:

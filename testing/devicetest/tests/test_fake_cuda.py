@@ -363,3 +363,17 @@ def test_a_device_has_so_much_memory_and_what_is_freed_can_be_had_again() -> Non
         torch.zeros(1000, device="cuda:0")
         del x
         torch.zeros(1500, device="cuda:1")
+
+
+def test_tensors_without_a_device_are_on_the_default_one() -> None:
+    with fake_cuda(devices=2):
+        torch.set_default_device("cuda")
+        try:
+            torch.cuda.set_device(1)
+            made = (torch.tensor([]), torch.tensor(1.5), torch.as_tensor([2]), torch.zeros(3))
+            assert [x.get_device() for x in made] == [1] * 4
+            assert torch.tensor(1, device="cpu").device.type == "cpu"
+            assert torch.get_default_device() == torch.device("cuda", 1)
+        finally:
+            torch.set_default_device(None)
+        assert torch.tensor(1).device.type == "cpu"

@@ -37,6 +37,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the process groups; comm_shm goes through shared memory (default: gloo)",
     )
     check.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the tensors are; cuda deals ranks to the devices in turn, over NCCL if there "
+        "is one for each, else over gloo (default: cpu)",
+    )
+    check.add_argument(
         "--wire",
         action="store_true",
         help="compare calls over TCP as well, as it is across hosts",
@@ -98,20 +105,26 @@ def _check(args: argparse.Namespace) -> int:
         WIRE,
         check_machine,
         format_table,
+        on_devices,
         to_json,
     )
     from comm_collectives.errors import CommError
 
     raw_dtypes = () if not args.raw else DTYPES if args.all else FEW_DTYPES
+    option = "--device"
     try:
+        backend = args.backend
+        if args.device == "cuda":
+            backend = on_devices(backend, args.world_size)
+        option = "--world-size"
         report = check_machine(
             args.world_size,
             places=(HERE, WIRE) if args.wire else (HERE,),
             raw_dtypes=raw_dtypes,
-            backend=args.backend,
+            backend=backend,
         )
     except ValueError as error:
-        print(f"comm-collectives: --world-size: {error}", file=sys.stderr)
+        print(f"comm-collectives: {option}: {error}", file=sys.stderr)
         return 2
     except CommError as error:
         print(f"comm-collectives: {error}", file=sys.stderr)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from gpu_alloc.cli import main
+from gpu_alloc.core.allocator import TwoPoolAllocator
+from gpu_alloc.native.allocator import NativeAllocator
 
 TORCH_SCRIPT = """
 import torch
@@ -55,6 +57,29 @@ def test_a_script_that_needs_too_much_ends_in_its_traceback_and_our_report(
     said = capsys.readouterr().err
     assert f'File "{script}", line 2' in said
     assert "remedy: the source has no room for 1.00 MiB more" in said
+
+
+def test_an_account_of_memory_that_a_script_has_broken_is_said(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cupy", reason="the script uses CuPy")
+    script.write_text(
+        "import ctypes, cupy\n"
+        "kept = [cupy.ndarray((1 << 20,), dtype='u1') for _ in 'abc']\n"
+        "pool = cupy.cuda.get_allocator().__self__\n"
+        "whole = pool.allocator().snapshot()\n"
+        "broken = dict(alignment_size=512, chunks=whole.chunks * 2, free_entries=())\n"
+        "type(pool.allocator()).snapshot = lambda self: type(whole)(**broken)\n"
+    )
+    for kind in (TwoPoolAllocator, NativeAllocator):  # to be put back afterwards
+        monkeypatch.setattr(kind, "snapshot", kind.snapshot)
+    assert main(["run", "--on-host", "8MiB", str(script)]) == 0
+    said = capsys.readouterr().err
+    assert "CuPy, device 0: the allocator's account of its memory is broken: chunks at" in said
+    script.write_text("import cupy\nkept = cupy.ndarray((1 << 20,), dtype='u1')\n")
+    monkeypatch.undo()
+    assert main(["run", "--on-host", "8MiB", str(script)]) == 0
+    assert "broken" not in capsys.readouterr().err
 
 
 def test_an_error_of_the_script_is_none_of_the_command(

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch.nn import functional
+from torch.utils import _device
 
 from devicetest.graphs import Graph, graph_block
 from devicetest.machine import DeviceGenerator, Event, Machine, Stream
@@ -306,6 +307,8 @@ def _make_generator(machine: Machine, plain: Callable[..., Any]) -> Callable[...
 
 def _make_from_data(machine: Machine, plain: Callable[..., Any]) -> Callable[..., Any]:
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        # torch adds its default device to calls of its own functions, of which this is none.
+        device = _device.CURRENT_DEVICE if device is None else device
         wanted = None if device is None else torch.device(device)
         if wanted is None or wanted.type != "cuda":
             return plain(data, *args, device=device, **kwargs)

@@ -70,7 +70,8 @@ class LocalRanks:
             num_ranks: how many.
             answer: called with each message; a function of a module, so that it can be pickled.
             limit_s: limit in seconds of the group's operations.
-            backend: of the group: "gloo", or "comm_shm", the one of this package.
+            backend: of the group: "gloo", or "comm_shm", the one of this package; one that names
+                cuda ("cpu:gloo,cuda:nccl") makes a rank's CUDA device that of its new tensors.
 
         Raises:
             CommError: a rank did not come up.
@@ -191,8 +192,12 @@ def _rank(job: _Job, pipe: Connection) -> None:
 
 def _serve(job: _Job, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    if job.backend == BACKEND_NAME:
+    if BACKEND_NAME in job.backend:
         register_backends()
+    if "cuda" in job.backend:
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
     dist.init_process_group(
         job.backend,
         init_method=f"file://{os.path.join(job.folder, 'store')}",

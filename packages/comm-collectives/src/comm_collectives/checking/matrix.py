@@ -112,7 +112,9 @@ def check_machine(
         places: where calls are compared, HERE or WIRE or both.
         dtypes: those of the cells.
         raw_dtypes: those of the cells of raw torch.distributed; none leaves it out.
-        backend: of the process groups, "gloo" or "comm_shm".
+        backend: of the process groups, "gloo" or "comm_shm"; "cpu:gloo,cuda:nccl" and others that
+            name cuda put every tensor on the rank's device (torch.set_default_device), where ranks
+            are dealt to the devices in turn.
 
     Raises:
         ValueError: there are not two ranks.
@@ -135,6 +137,19 @@ def check_machine(
         elapsed_s=time.monotonic() - started,
         outcomes=tuple(outcomes),
     )
+
+
+def on_devices(backend: str, num_ranks: int) -> str:
+    """Return the backend of groups whose tensors are on CUDA devices; `backend` is of the host's.
+
+    Raises:
+        ValueError: there is no device.
+    """
+    # Unlike is_available(), this leaves CUDA alone, which no process can use that forks ranks.
+    count = torch.cuda.device_count()
+    if not count:
+        raise CommValueError("torch sees no CUDA device; leave out --device, or give cpu")
+    return f"cpu:{backend},cuda:{'nccl' if count >= num_ranks else 'gloo'}"
 
 
 def check_cells(

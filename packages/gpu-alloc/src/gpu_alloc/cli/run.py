@@ -19,7 +19,7 @@ from typing import Any
 
 from gpu_alloc.cli.options import Commands, effective_config, parse_size
 from gpu_alloc.cli.program import add_program, libraries_of, run_program
-from gpu_alloc.core import AllocatorConfig, format_bytes
+from gpu_alloc.core import AllocatorConfig, check_snapshot, format_bytes
 from gpu_alloc.errors import AllocError, AllocValueError
 
 _Lines = Callable[[], Iterator[str]]
@@ -94,7 +94,10 @@ def _of_torch(torch: Any, arena: Any) -> Iterator[str]:
         peak, reserved = (stats.get(f"{of}_bytes.all.peak", 0) for of in ("allocated", "reserved"))
         if reserved:
             yield _line(f"torch, device {device}", peak, reserved)
-        report = None if arena is None else arena.allocator(device).last_report()
+        if arena is None:
+            continue
+        yield from _broken(f"torch, device {device}", arena.allocator(device))
+        report = arena.allocator(device).last_report()
         if report is not None:
             yield f"torch, device {device}: the last request that failed: {report.message()}"
 
@@ -122,6 +125,13 @@ def _of_cupy(pool: Any, share: str | None) -> Iterator[str]:
         if stats.reserved_peak_bytes:
             name = f"CuPy, device {device}{beside}"
             yield _line(name, stats.allocated_peak_bytes, stats.reserved_peak_bytes)
+            yield from _broken(name, pool.allocator(device))
+
+
+def _broken(of: str, allocator: Any) -> Iterator[str]:
+    """What is wrong with our account of the memory, which a script with wild pointers can break."""
+    for problem in check_snapshot(allocator.snapshot()):
+        yield f"{of}: the allocator's account of its memory is broken: {problem}"
 
 
 def _line(of: str, peak: int, reserved: int) -> str:

@@ -124,6 +124,8 @@ def difference(got: torch.Tensor, want: torch.Tensor, what: str = "the result") 
     """Return what is wrong with `got`, or "". Bits count, but one NaN is as good as another."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{what} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}"
+    if got.device.type != want.device.type:
+        return f"{what} is on {got.device}, not on {want.device}"
     if torch.equal(as_bytes(dense(got)), as_bytes(dense(want))):
         return ""
     if got.is_floating_point() and got.dtype not in _SMALL_FLOATS:

@@ -84,7 +84,7 @@ def _given(case: Case, src: int, rows: int) -> torch.Tensor:
 
 def _join(pieces: list[torch.Tensor], case: Case) -> torch.Tensor:
     rows = sum(len(piece) for piece in pieces)
-    joined = new_tensor((rows, case.columns), case.dtype, "cpu")
+    joined = new_tensor((rows, case.columns), case.dtype, torch.get_default_device())
     at = 0
     for piece in pieces:
         joined[at : at + len(piece)] = piece

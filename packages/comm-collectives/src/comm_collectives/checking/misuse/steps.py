@@ -47,14 +47,16 @@ def dispatch_given(at: At, given: Mapping[str, Any]) -> Any:
     """Dispatch four tokens with one choice each, all of the same expert."""
     changed = dict(given)
     hidden, dtype = changed.pop("hidden", HIDDEN), changed.pop("dtype", torch.float32)
-    usual = {
+    usual: dict[str, Any] = {
         "x": torch.ones(4, hidden, dtype=dtype),
         "topk_idx": torch.full((4, 1), changed.pop("choice", 0)),
         "topk_weights": torch.ones(4, 1, dtype=changed.pop("weight_dtype", torch.float32)),
         "num_experts": 2 * at.size,
         "options": MoeOptions(),
     }
-    return dispatch(**{**usual, **changed}, group=as_group(None))
+    device = torch.get_default_device()  # that of a mistake is where the table was imported
+    moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in changed.items()}
+    return dispatch(**{**usual, **moved}, group=as_group(None))
 
 
 def _combine(at: At, given: Mapping[str, Any]) -> Any:
