@@ -115,7 +115,8 @@ LINES_ADDED = {
     # Scripts run on the pools by a command; cores that arrays outlive.
     # torch's rules with expandable segments.
     # An account of memory that a script has broken is said.
-    "gpu-alloc": 1_130 + 20,
+    "gpu-alloc": 1_130
+    + 20
     + 1_170
     + 230
     + 900
