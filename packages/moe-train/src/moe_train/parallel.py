@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from comm_collectives import AgreementPolicy, set_agreement
 from mesh_spmd import ProcessMesh
+from moe_pipeline import make_pipeline_groups
 from moe_train.config import Config, ParallelConfig
 from moe_train.errors import TrainValueError
 from moe_train.model.parallel import ALONE, WHOLE, PositionCut, TensorParallel
@@ -215,7 +216,6 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     _check_ranks(config, dist.get_world_size())
     rank = dist.get_rank()
     at = mesh.coordinate(rank)
-    pipelined = config.pp > 1
 
     def along(*axes: str, of: ProcessMesh = mesh) -> dist.ProcessGroup:
         return _group_of(of.groups(*axes), rank, config)
@@ -223,6 +223,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     along_experts = partial(along, of=expert_mesh(config))
     dp_group, data_group = along_experts("dp"), along("dp", "ep")
     overlaps = config.overlap_grad_reduce or config.sharding > 1
+    forwards, backwards = _pipeline_groups(mesh, config) if config.pp > 1 else (None, None)
     attention = _AttentionGroups.of(config, partial(along, of=sample_mesh(config)), overlaps)
     last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
     return Parallel(
@@ -241,8 +242,8 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         dense_reduce_group=along("dp", "ep") if overlaps else data_group,
         expert_reduce_group=along_experts("dp") if overlaps else dp_group,
         etp_group=along_experts("etp") if config.etp > 1 else None,
-        forward_group=along("pp") if pipelined else None,
-        backward_group=along("pp") if pipelined else None,
+        forward_group=forwards,
+        backward_group=backwards,
         embedding_group=_ends(config, mesh, last, timeout) if last else None,
         cp_group=attention.cp,
         sequence_group=attention.sequence,
@@ -260,6 +261,16 @@ def _check_ranks(config: ParallelConfig, num_ranks: int) -> None:
             f"the job has {num_ranks} ranks but parallel.{sizes} needs {config.world_size}; start "
             f"{config.world_size} ranks or change the sizes"
         )
+
+
+def _pipeline_groups(
+    mesh: ProcessMesh, config: ParallelConfig
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's groups of its pipeline, forwards and backwards. Collective over all ranks."""
+    made = make_pipeline_groups(list(mesh.groups("pp")), timeout_s=config.timeout_s)
+    for group in (made.forward, made.backward):
+        set_agreement(AgreementPolicy(every=config.agreement_every), group=group)
+    return made.forward, made.backward
 
 
 def _ends(
