@@ -1,10 +1,12 @@
-"""The command `unified-ckpt`: look into checkpoints, check, compare, reshard and export them.
+"""The command `unified-ckpt`: look into checkpoints, check, compare, rewrite and convert them.
 
 unified-ckpt inspect run/checkpoint-10 --keys
 unified-ckpt verify run/checkpoint-10
 unified-ckpt diff run/checkpoint-10 run/checkpoint-20
 unified-ckpt reshard run/checkpoint-10 --to ep=4,tp=2 resharded
 unified-ckpt export run/checkpoint-10 model
+unified-ckpt from-dcp dcp/step-10 run/checkpoint-10
+unified-ckpt to-dcp run/checkpoint-10 dcp/step-10
 unified-ckpt tier /dev/shm/my-run
 unified-ckpt recovery --nodes 8 --copies 1 --tier-steps 10 --storage-steps 500
 """
@@ -13,13 +15,14 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unified_ckpt.errors import CheckpointValueError
 
 if TYPE_CHECKING:
+    from unified_ckpt.dcp import Converted
     from unified_ckpt.plans.checkpoint import Checkpoint
 
 _AXES = ("tp", "ep", "etp")
@@ -50,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=lambda a: _inspect(a.directory, keys=a.keys))
     verify = commands.add_parser("verify", help="compare every byte with its checksum")
     verify.add_argument("directory", help=one)
-    verify.set_defaults(run=lambda a: _verify(a.directory))
+    quick = "only the manifest, sizes, headers and small files: what a run checks when it resumes"
+    verify.add_argument("--quick", action="store_true", help=quick)
+    verify.set_defaults(
+        run=lambda a: _verify_quick(a.directory) if a.quick else _verify(a.directory)
+    )
     diff = commands.add_parser("diff", help="compare keys, dtypes, shapes and values bit by bit")
     diff.add_argument("a", help=one)
     diff.add_argument("b", help=one)
@@ -69,11 +76,37 @@ def _parser() -> argparse.ArgumentParser:
     part = "whose tensors become the weights: model, ema or master_weights"
     export.add_argument("--part", default="model", help=part)
     export.set_defaults(run=lambda a: _export(a.directory, a.out, part=a.part))
+    _add_dcp(commands)
     tier = commands.add_parser("tier", help="list the copies in a node's folder of a tier")
     tier.add_argument("directory", type=Path, help="the folder, such as /dev/shm/my-run")
     tier.set_defaults(run=lambda a: _tier(a.directory))
     _add_recovery(commands)
     return parser
+
+
+def _add_dcp(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    of_torch = "a checkpoint of torch.distributed.checkpoint (a directory with .metadata)"
+    new = "the directory to write; new, or empty"
+    prefix = "names that begin with PREFIX are the tensors of PART; may be given more than once"
+    from_dcp = commands.add_parser(
+        "from-dcp",
+        help="make a checkpoint of what torch.distributed.checkpoint has written",
+        description="Its pickles may name plain values only, so that they run no code.",
+    )
+    from_dcp.add_argument("directory", help=of_torch)
+    from_dcp.add_argument("out", help=new)
+    from_dcp.add_argument("--prefix", action="append", metavar="PREFIX=PART", help=prefix)
+    from_dcp.add_argument(
+        "--trust-pickles",
+        action="store_true",
+        help="unpickle whatever it holds, which runs any code of whoever wrote it",
+    )
+    from_dcp.set_defaults(run=_from_dcp)
+    to_dcp = commands.add_parser("to-dcp", help="make what torch.distributed.checkpoint reads")
+    to_dcp.add_argument("directory", help="a checkpoint, or a transformers directory")
+    to_dcp.add_argument("out", help=new)
+    to_dcp.add_argument("--prefix", action="append", metavar="PREFIX=PART", help=prefix)
+    to_dcp.set_defaults(run=_to_dcp)
 
 
 def _add_recovery(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -163,6 +196,41 @@ def _export(directory: str, out: str, *, part: str) -> int:
     return 0
 
 
+def _from_dcp(arguments: argparse.Namespace) -> int:
+    from unified_ckpt.dcp import from_dcp
+
+    prefixes, trusted = _prefixes(arguments.prefix or ()), arguments.trust_pickles
+    done = from_dcp(arguments.directory, arguments.out, prefixes=prefixes, trusted=trusted)
+    return _tell_converted(arguments.out, done)
+
+
+def _to_dcp(arguments: argparse.Namespace) -> int:
+    from unified_ckpt.dcp import to_dcp
+
+    prefixes = _prefixes(arguments.prefix or ())
+    return _tell_converted(
+        arguments.out, to_dcp(arguments.directory, arguments.out, prefixes=prefixes)
+    )
+
+
+def _prefixes(given: Iterable[str]) -> dict[str, str]:
+    prefixes: dict[str, str] = {}
+    for text in given:
+        prefix, equals, part = text.rpartition("=")
+        if not equals or not part or prefix in prefixes:
+            why = "names its prefix twice" if part and equals else "is not PREFIX=PART"
+            raise CheckpointValueError(f"--prefix {text} {why}; expected such as 'net.=model'")
+        prefixes[prefix] = part
+    return prefixes
+
+
+def _tell_converted(out: str, done: "Converted") -> int:
+    for line in done.left:
+        print(f"left out: {line}")
+    print(f"{out}: {done.num_tensors} tensors, {done.num_bytes} bytes, {done.num_objects} objects")
+    return 0
+
+
 def _inspect(directory: str, *, keys: bool) -> int:
     from unified_ckpt.plans.checkpoint import read_checkpoint
 
@@ -208,3 +276,19 @@ def _verify(directory: str) -> int:
     else:
         print(f"{directory}: {report.num_files} files are well-formed; there are no checksums")
     return 0
+
+
+def _verify_quick(directory: str) -> int:
+    from unified_ckpt.files.storage import Location, as_target
+    from unified_ckpt.folders import find_fault
+    from unified_ckpt.plans.checkpoint import is_stored
+
+    place = as_target("directory", directory)
+    if not (is_stored(place) if isinstance(place, Location) else place.is_dir()):
+        raise CheckpointValueError(f"{directory} is no checkpoint; name one that is there")
+    fault = find_fault(place)
+    if fault is None:
+        print(f"{directory}: manifest, sizes, headers and small files are intact")
+        return 0
+    print(f"{directory}: {fault}")
+    return 1

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -55,7 +55,8 @@ class UnifiedStorageReader(StorageReader):
         checkpoint_id: a checkpoint or transformers directory; None if `dcp.load` is given it.
         prefixes: prefix of DCP's flat names -> part, for directories that DCP has not written;
             `{"": "model"}` gives the model's tensors their own names.
-        verify: compare the pieces that are read whole with their checksums.
+        verify: compare the pieces that are read whole with their checksums; with `touched` also
+            those that are read in part, which are then read once more, whole.
         cast: convert where the stored dtype differs from the destination's.
     """
 
@@ -64,7 +65,7 @@ class UnifiedStorageReader(StorageReader):
         checkpoint_id: str | os.PathLike[str] | None = None,
         *,
         prefixes: Mapping[str, str] | None = None,
-        verify: bool = True,
+        verify: bool | Literal["touched"] = True,
         cast: bool = False,
     ) -> None:
         self._folder = None if checkpoint_id is None else as_path("checkpoint_id", checkpoint_id)
@@ -203,9 +204,20 @@ class UnifiedStorageReader(StorageReader):
         for prefix, part in self._prefixes.part_of.items():
             if part in parts:
                 keys = PartIndex(checkpoint, part).tensor_keys()
-                names |= {f"{prefix}{key}": (part, key) for key in sorted(keys)}
+                for key in sorted(keys):
+                    name = f"{prefix}{key}"
+                    if names.setdefault(name, (part, key)) != (part, key):
+                        raise CheckpointValueError(
+                            f"{checkpoint.folder}: {name!r} is a tensor of part {part!r} and of "
+                            f"{names[name][0]!r}; give other prefixes"
+                        )
         values = read_values(checkpoint)
         objects = values.leaves()
+        if both := sorted(names.keys() & objects.keys()):
+            raise CheckpointValueError(
+                f"{checkpoint.folder}: {both[0]!r} is a tensor and a value; give another prefix to "
+                f"part {names[both[0]][0]!r}"
+            )
         paths: dict[str, list[str | int]] = {name: [name] for name in (*names, *objects)}
         self._record = DcpRecord(names, objects, paths, values.typed)
         return self._record

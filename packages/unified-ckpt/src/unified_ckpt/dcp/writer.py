@@ -23,15 +23,22 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, as_path, check_type
+from unified_ckpt.files import sync_tree
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.files.format.tables import encode_records
 from unified_ckpt.geometry import Box, BoxMeta, Shard
-from unified_ckpt.geometry.tensors import stored_dtype
+from unified_ckpt.geometry.tensors import (
+    bits_of,
+    byte_view,
+    contiguous_on_cpu,
+    narrow_box,
+    stored_dtype,
+)
 from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
-from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES, plan_save
+from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES, FilePlan, Piece, plan_save
 from unified_ckpt.plans import SavePlan as FilesPlan
 from unified_ckpt.saving import publish_written, write_rank
-from unified_ckpt.saving.commit import Staging, clean_leftovers
+from unified_ckpt.saving.commit import Staging, clean_leftovers, write_pieces
 from unified_ckpt.state import encode_value
 
 
@@ -53,6 +60,8 @@ class UnifiedStorageWriter(StorageWriter):
         prefixes: prefix of DCP's flat names -> part; default `model.`, `optimizer.` and others.
         max_shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
         overwrite: whether a checkpoint of that name may be replaced; the default of torch's writer.
+        one_at_a_time: ask the planner for each tensor when it is written, and forget it then: for
+            planners that make or read tensors when they are asked.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class UnifiedStorageWriter(StorageWriter):
         prefixes: Mapping[str, str] | None = None,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
         overwrite: bool = True,
+        one_at_a_time: bool = False,
     ) -> None:
         self._target = None if checkpoint_id is None else _real_path(checkpoint_id)
         self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
@@ -69,6 +79,7 @@ class UnifiedStorageWriter(StorageWriter):
         self._staging: Staging | None = None
         self._close: Callable[[], object] = _nothing  # removes what the hidden directory holds
         self._overwrite = overwrite
+        self._one_at_a_time = one_at_a_time
         self._files: FilesPlan | None = None
         self._names: dict[str, tuple[str, str]] = {}
 
@@ -106,10 +117,7 @@ class UnifiedStorageWriter(StorageWriter):
             for item in plan.items
             if item.tensor_data is not None
         }
-        if len(set(self._names.values())) != len(self._names):
-            raise CheckpointValueError(
-                f"prefixes {dict(self._prefixes.part_of)} give two of {sorted(self._names)} one key"
-            )
+        self._check_names()
         held = [self._held(plan.items) for plan in plans]
         self._files = plan_save(held, max_shard_bytes=self._max_shard_bytes)
         if _OPEN:  # writers of failed saves, which their exceptions keep alive in cycles
@@ -129,17 +137,28 @@ class UnifiedStorageWriter(StorageWriter):
         """Write and fsync this rank's share; a completed future of one result."""
         orders = plan.storage_data
         check_type("storage_data of the plan", orders, _Orders)
-        parts: dict[str, list[Shard]] = {}
+        tensors: dict[str, list[WriteItem]] = {}  # as `_held` counts them
         objects: dict[str, Any] = {}
         for item in plan.items:
-            data = planner.resolve_data(item)
-            if isinstance(data, torch.Tensor):
-                meta = _meta_of(item, self._prefixes)
-                shard = Shard(key=meta.key, tensor=data.detach(), box=meta.box)
-                parts.setdefault(self._prefixes.split(item.index.fqn)[0], []).append(shard)
+            if item.tensor_data is not None:
+                tensors.setdefault(self._prefixes.split(item.index.fqn)[0], []).append(item)
             else:
+                data = planner.resolve_data(item)
+                check_type(item.index.fqn, data, io.BytesIO)
                 objects[item.index.fqn] = _object_json(item.index.fqn, data)
-        written = write_rank(orders.files, parts, {}, rank=orders.rank, folder=orders.folder)
+        if self._one_at_a_time:
+            one = _OneAtATime(tensors, planner)
+            written = write_pieces(
+                orders.files, one.bytes_of, rank=orders.rank, folder=orders.folder
+            )
+            if orders.rank:  # the first one does it when it publishes
+                sync_tree(orders.folder)
+        else:
+            parts = {
+                part: [_shard_of(item, self._prefixes, planner) for item in items]
+                for part, items in tensors.items()
+            }
+            written = write_rank(orders.files, parts, {}, rank=orders.rank, folder=orders.folder)
         future: Future[list[WriteResult]] = Future()
         result = WriteResult(
             index=MetadataIndex(f"rank {orders.rank}"),
@@ -173,6 +192,17 @@ class UnifiedStorageWriter(StorageWriter):
         """Whether it names a directory of a mounted file system."""
         return "://" not in str(checkpoint_id)
 
+    def _check_names(self) -> None:
+        """Refuse two names that become one key."""
+        first: dict[tuple[str, str], str] = {}
+        for name, (part, key) in self._names.items():
+            other = first.setdefault((part, key), name)
+            if other != name:
+                raise CheckpointValueError(
+                    f"prefixes {dict(self._prefixes.part_of)} give two of the names one key: "
+                    f"{other!r} and {name!r} are {key!r} of part {part!r}; give other prefixes"
+                )
+
     def _held(self, items: Sequence[WriteItem]) -> dict[str, list[BoxMeta]]:
         held: dict[str, list[BoxMeta]] = {}
         for item in items:
@@ -204,14 +234,48 @@ def _close_own(staging: Staging, process: int) -> None:
         staging.close()
 
 
+class _OneAtATime:
+    """Makes the bytes of pieces from tensors that a planner gives one after the other."""
+
+    def __init__(self, items: Mapping[str, Sequence[WriteItem]], planner: SavePlanner) -> None:
+        self._items = items
+        self._planner = planner
+        self._of: tuple[str, int] | None = None
+        self._tensor: torch.Tensor | None = None
+
+    def bytes_of(self, file: FilePlan, piece: Piece) -> memoryview:
+        """Return the row-major bytes of a piece; those of one tensor follow each other."""
+        if self._tensor is None or self._of != (file.part, piece.shard_index):
+            self._tensor = None  # before the next takes memory
+            self._of = (file.part, piece.shard_index)
+            self._tensor = _tensor_of(self._items[file.part][piece.shard_index], self._planner)
+        box = narrow_box(self._tensor, piece.offset, piece.shape)
+        return byte_view(bits_of(contiguous_on_cpu(box)))
+
+
+def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    check_type(item.index.fqn, data, torch.Tensor)
+    return data.detach()
+
+
+def _shard_of(item: WriteItem, prefixes: Prefixes, planner: SavePlanner) -> Shard:
+    meta = _meta_of(item, prefixes)
+    return Shard(key=meta.key, tensor=_tensor_of(item, planner), box=meta.box)
+
+
 def _meta_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
     """Return the box of a tensor item, under its key in its part."""
     data = item.tensor_data
     if data is None:
         raise CheckpointTypeError(f"{item.index.fqn!r} is no tensor")
+    try:
+        dtype = stored_dtype(data.properties.dtype)
+    except CheckpointTypeError as error:
+        raise CheckpointTypeError(f"{item.index.fqn!r}: {error}") from error
     return BoxMeta(
         prefixes.split(item.index.fqn)[1],
-        stored_dtype(data.properties.dtype).name,
+        dtype.name,
         Box(data.size, data.chunk.offsets, data.chunk.sizes),
     )
 
