@@ -44,6 +44,25 @@ def test_verify_answers_0_when_intact_and_1_with_the_place_when_damaged(
     assert "optimizer.safetensors: 'w': bytes" in capsys.readouterr().out
 
 
+def test_verify_quick_finds_what_is_missing_without_reading_every_byte(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint / "optimizer.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert main(["verify", "--quick", str(checkpoint)]) == 0  # a value's byte
+    assert "sizes, headers and small files are intact" in capsys.readouterr().out
+    path.write_bytes(raw[:-1])
+    assert main(["verify", "--quick", str(checkpoint)]) == 1
+    assert "optimizer.safetensors" in capsys.readouterr().out
+    (checkpoint / "manifest.json").unlink()
+    assert main(["verify", "--quick", str(checkpoint)]) == 1
+    assert "no save has completed it" in capsys.readouterr().out
+    assert main(["verify", "--quick", str(tmp_path / "nothing")]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+
+
 def test_verify_says_when_there_are_no_checksums(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +146,7 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for command in ("inspect", "verify", "diff", "reshard", "export"):
+    for command in ("inspect", "verify", "diff", "reshard", "export", "from-dcp", "to-dcp"):
         assert command in done.stdout
 
 
