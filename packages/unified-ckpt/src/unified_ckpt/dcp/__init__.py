@@ -1,6 +1,6 @@
-"""torch's distributed checkpoint reads and writes our files.
+"""torch's distributed checkpoint reads and writes our files, and is converted from and to.
 
-May import: loading, saving, state, plans, format.tables, geometry.
+May import: loading, saving, state, plans, files, geometry.
 """
 
 from unified_ckpt.dcp.converting import Converted as Converted

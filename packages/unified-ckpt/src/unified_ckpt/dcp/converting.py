@@ -8,6 +8,7 @@ a rank of the save wrote (and a copy of it while it is read), `to_dcp` at most 2
 """
 
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -128,10 +129,11 @@ def to_dcp(
     metadata = reader.read_metadata()
     if not metadata.state_dict_metadata:
         raise LoadError(f"{folder} holds neither tensors nor values; name a checkpoint")
-    handed = [*_cut(metadata, most_bytes)]
+    handed = [*_small_boxes(metadata, most_bytes)]
     batches = _in_batches(handed, most_bytes)
     planner = HandingPlanner(reader, batches, where=folder)
     clean_leftovers(place.parent)
+    left += read_checkpoint(folder, lambda opened: [*_names_left(opened)])
     staging = Staging.make(place)
     try:
         hand_over(planner, _Writer(staging.folder, place), batches, metadata.planner_data)
@@ -180,7 +182,7 @@ def _stored_chunks(metadata: Metadata) -> Iterator[Handed]:
         if isinstance(stored, BytesStorageMetadata):
             yield handed_object(name)
         elif 0 in stored.size:
-            yield _whole(name, stored)
+            yield _empty_tensor(name, stored)
         else:
             for chunk in stored.chunks:
                 if 0 not in chunk.sizes:
@@ -188,20 +190,20 @@ def _stored_chunks(metadata: Metadata) -> Iterator[Handed]:
                     yield handed_box(name, stored, offset, shape, chunked=True)
 
 
-def _cut(metadata: Metadata, most_bytes: int) -> Iterator[Handed]:
+def _small_boxes(metadata: Metadata, most_bytes: int) -> Iterator[Handed]:
     """Yield the objects, and boxes of all tensors that are small enough."""
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata):
             yield handed_object(name)
         elif 0 in stored.size:
-            yield _whole(name, stored)
+            yield _empty_tensor(name, stored)
         else:
             itemsize = stored.properties.dtype.itemsize
             for offset, shape in split_box(tuple(stored.size), itemsize, most_bytes):
                 yield handed_box(name, stored, offset, shape, chunked=False)
 
 
-def _whole(name: str, stored: TensorStorageMetadata) -> Handed:
+def _empty_tensor(name: str, stored: TensorStorageMetadata) -> Handed:
     return handed_box(name, stored, (0,) * len(stored.size), tuple(stored.size), chunked=False)
 
 
@@ -267,6 +269,16 @@ def _look(
     if lost := sorted(set(parts) - set(part_of.values())):
         raise CheckpointValueError(f"no prefix is left for part {lost[0]!r}; give it one as well")
     return part_of, left
+
+
+def _names_left(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the names that `load` knows beside those of stored tensors."""
+    if checkpoint.holds(STATE_NAME):
+        content = json.loads(checkpoint.read_file(STATE_NAME))  # `read_metadata` has checked it
+        for alias, key in content.get("tied", {}).items():
+            yield f"name {alias!r}, which is tied to {key!r}"
+        if content.get("skip_save_model_weight"):
+            yield "weights of the model that only master_weights has (skip_save_model_weight)"
 
 
 def _converted(metadata: Metadata, handed: list[Handed], left: list[str]) -> Converted:

@@ -7,6 +7,8 @@ error says the name. Whoever trusts the checkpoint's writer can allow everything
     metadata = read_metadata(Path("dcp/step-10"), trusted=False)
 """
 
+import importlib
+import importlib.util
 import io
 import pickle
 from collections.abc import Iterator, Mapping
@@ -54,7 +56,8 @@ _KNOWN = frozenset(
     }
 )
 _NUMPY = ("_reconstruct", "scalar")
-_BROKEN = (
+# What torch and pickle raise of bytes that are not what they expect.
+BROKEN = (
     RuntimeError,
     ValueError,
     KeyError,
@@ -105,7 +108,7 @@ def read_metadata(folder: Path, *, trusted: bool) -> Metadata:
         metadata = pickle.loads(raw) if trusted else _Unpickler(io.BytesIO(raw)).load()
     except CheckpointTypeError as error:
         raise CheckpointTypeError(f"{path}: {error}; {_REMEDY}") from error
-    except _BROKEN as error:
+    except BROKEN as error:
         raise CorruptCheckpointError(f"{path}: cannot be unpickled: {error!r}") from error
     for fault in _faults(metadata):
         raise CorruptCheckpointError(f"{path}: {fault}")
@@ -143,7 +146,7 @@ def load_object(name: str, raw: io.BytesIO, *, trusted: bool) -> Any:
         reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
         said = reason.split("\n")[0].partition(" by default")[0]
         raise CheckpointTypeError(f"{name!r} is no plain value ({said}); {_REMEDY}") from error
-    except _BROKEN as error:
+    except BROKEN as error:
         raise CorruptCheckpointError(f"{name!r} cannot be unpickled: {error!r}") from error
 
 
@@ -156,14 +159,10 @@ def as_corrupt(where: str, error: Exception) -> Exception:
 
 def _numpy_names() -> list[Any]:
     """Return what numpy's numbers and arrays are pickled with; none if it is not installed."""
-    try:
-        import numpy as np
-    except ImportError:
+    if importlib.util.find_spec("numpy") is None:
         return []
+    np: Any = importlib.import_module("numpy")
     parts = getattr(np, "_core", None) or np.core
     kinds = [type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"]
     made = [(getattr(parts.multiarray, n), f"numpy.core.multiarray.{n}") for n in _NUMPY]
     return [np.ndarray, np.dtype, *kinds, *made, *(item for item, _ in made)]
-
-
-BROKEN = _BROKEN

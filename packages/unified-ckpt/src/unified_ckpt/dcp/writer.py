@@ -8,7 +8,6 @@ the state dict become JSON in `dcp.json`.
 """
 
 import gc
-import io
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -143,9 +142,7 @@ class UnifiedStorageWriter(StorageWriter):
             if item.tensor_data is not None:
                 tensors.setdefault(self._prefixes.split(item.index.fqn)[0], []).append(item)
             else:
-                data = planner.resolve_data(item)
-                check_type(item.index.fqn, data, io.BytesIO)
-                objects[item.index.fqn] = _object_json(item.index.fqn, data)
+                objects[item.index.fqn] = _object_json(item, planner)
         if self._one_at_a_time:
             one = _OneAtATime(tensors, planner)
             written = write_pieces(
@@ -254,9 +251,10 @@ class _OneAtATime:
 
 
 def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    data = planner.resolve_data(item)
+    data: Any = planner.resolve_data(item)
     check_type(item.index.fqn, data, torch.Tensor)
-    return data.detach()
+    tensor: torch.Tensor = data.detach()
+    return tensor
 
 
 def _shard_of(item: WriteItem, prefixes: Prefixes, planner: SavePlanner) -> Shard:
@@ -280,7 +278,8 @@ def _meta_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
     )
 
 
-def _object_json(name: str, data: io.BytesIO) -> Any:
+def _object_json(item: WriteItem, planner: SavePlanner) -> Any:
     """Return a Python object, which DCP's planner serialised in this process, as JSON types."""
+    data: Any = planner.resolve_data(item)
     data.seek(0)
-    return encode_value(torch.load(data, weights_only=False), name)
+    return encode_value(torch.load(data, weights_only=False), item.index.fqn)
