@@ -184,7 +184,9 @@ LINES_ADDED = {
     # Stored tensors that nothing took, in a load's report; over all ranks that load together. Links
     # of a run's folder in rotation; destinations that share memory, and tied ones of which other
     # values are stored; extra states of modules; tensors without plain memory.
-    "unified-ckpt": 600
+    # Checkpoints of torch DCP written and read by commands, piece by piece.
+    "unified-ckpt": 820
+    + 600
     + 1_500
     + 1_200
     + 1_250
