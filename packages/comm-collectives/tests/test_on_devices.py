@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,32 @@ def test_every_cell_is_right_where_new_tensors_are_on_the_device(tmp_path: Path)
         outcomes = [judge_order(order, [answer(order)]) for order in orders]
         torch.set_default_device(None)
         assert [each for each in outcomes if not each.is_good] == []
+
+    on_devices(tmp_path, program)
+
+
+@pytest.mark.parametrize("kind", ["recv", "drop_in"])
+def test_whoever_waits_for_a_receive_on_another_stream_reads_what_arrived(
+    tmp_path: Path, kind: str
+) -> None:
+    def program(rank: int) -> None:
+        device = torch.device("cuda", rank)
+        first, second = torch.Stream(device=device), torch.Stream(device=device)
+        for k in range(3):
+            with first:
+                x = torch.full((1 << 14,), 1.0 + k, device="cuda")
+                y = torch.zeros_like(x)
+                work: Any
+                if kind == "drop_in":
+                    work = drop_in.irecv(y, 0) if rank else drop_in.isend(x, 1)
+                elif rank:
+                    work = cc.recv(src=0, async_op=True)
+                else:
+                    work = cc.send(x, dst=1, async_op=True)
+            with second:
+                got = work.wait()
+                if rank:
+                    assert (got if kind == "recv" else y).unique().tolist() == [1 + k]
 
     on_devices(tmp_path, program)
 

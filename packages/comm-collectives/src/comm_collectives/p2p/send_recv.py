@@ -24,7 +24,6 @@ from comm_collectives._torch_private import graph_break, watch_failed_backwards
 from comm_collectives.base import check_dense, new_tensor
 from comm_collectives.base.transport import TransferFlag
 from comm_collectives.call.autograd import tell_of_failure, wants_grad
-from comm_collectives.call.devices import here as _here
 from comm_collectives.call.groups import Group
 from comm_collectives.call.handles import CallLater, CallNow, Handle, launch_on, put_in_graph
 from comm_collectives.call.pairs import Lane, Transfer
@@ -87,7 +86,7 @@ def send(
 
     worker = lane.worker(dst, "to")
     handle.transfer = replace(handle.transfer, awaiting=worker.awaiting)
-    return launch_on(worker, "send", _here(state, run), inputs=[x])
+    return launch_on(state, worker, "send", run, inputs=[x])
 
 
 @overload
@@ -153,7 +152,7 @@ def recv(
         return _attach_sent(y, lane, replace(transfer, place=message.place))
 
     if worker is not None:
-        return launch_on(worker, "recv", _here(state, run), inputs=())
+        return launch_on(state, worker, "recv", run, inputs=())
     return run()
 
 

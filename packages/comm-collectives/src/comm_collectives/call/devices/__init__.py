@@ -12,5 +12,4 @@ from comm_collectives.call.devices.launches import Launches as Launches
 from comm_collectives.call.devices.launches import Start as Start
 from comm_collectives.call.devices.launches import launch_transfers as launch_transfers
 from comm_collectives.call.devices.queues import has_one_queue as has_one_queue
-from comm_collectives.call.devices.queues import here as here
 from comm_collectives.call.devices.queues import refuse_in_one_queue as refuse_in_one_queue

@@ -9,15 +9,9 @@ word comes is refused by name.
 """
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
 
-import torch
-
-from comm_collectives.call.groups import GroupState
 from comm_collectives.errors import CommValueError
 
-T = TypeVar("T")
 SETTING = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -39,15 +33,3 @@ def refuse_in_one_queue(name: str) -> None:
             "to 2 or more, or move the tensor to the host"
         )
 
-
-def here(state: GroupState, run: Callable[[], T]) -> Callable[[], T]:
-    """Let work on an accelerator be queued where the caller's would be, on another thread."""
-    if state.moves_on_host:
-        return run
-    stream = torch.accelerator.current_stream()
-
-    def run_there() -> T:
-        with stream:
-            return run()
-
-    return run_there

@@ -12,7 +12,7 @@ the caller's stream behind it. If devices have one queue, the program waits unti
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Required, TypedDict, TypeVar, final
@@ -145,7 +145,8 @@ class Handle(Generic[T]):
             stream.wait_event(self._event)
             for tensor in tensors_in(value):
                 # The memory was allocated on the group's stream and is now used on this one.
-                tensor.record_stream(stream)
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(stream)
         self._results.append(graph.complete(value))
         return self._results[0]
 
@@ -218,16 +219,30 @@ def launch(
 
 
 def launch_on(
-    worker: Worker, name: str, run: Callable[[], T], *, inputs: Sequence[torch.Tensor]
+    state: GroupState,
+    worker: Worker,
+    name: str,
+    run: Callable[[], T],
+    *,
+    inputs: Sequence[torch.Tensor],
 ) -> Handle[T]:
-    """Run on a thread of its own what has no place in the order of a group's calls."""
+    """Run on a thread of its own what has no place in the order of a group's calls.
+
+    What it gives a device is queued where the caller's would be; whoever waits, on any stream, is
+    ordered behind it.
+    """
     site, grad = current_site(), torch.is_grad_enabled()
+    stream = None if state.moves_on_host else torch.accelerator.current_stream()
+    done = None if stream is None else torch.Event(device=stream.device)
 
     def run_there() -> tuple[T, DeferredGraph]:
-        with use_site(site):
-            return _run_apart(run, grad)
+        with use_site(site), stream or nullcontext():
+            result = _run_apart(run, grad)
+            if stream is not None:
+                stream.record_event(done)
+            return result
 
-    return Handle(name, worker.submit(run_there), Watch(inputs))
+    return Handle(name, worker.submit(run_there), Watch(inputs), done)
 
 
 def _submit(

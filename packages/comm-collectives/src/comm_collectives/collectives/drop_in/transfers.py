@@ -20,7 +20,6 @@ import torch.distributed as dist
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, from_bytes
 from comm_collectives.base.transport import Pending
-from comm_collectives.call.devices import here
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Awaiting, Worker, launch_on
 from comm_collectives.call.pairs import ANY_RANK, Lane, Message, SendHandle, Transfer
@@ -141,7 +140,7 @@ def irecv(
     def run() -> None:
         source.rank = take()
 
-    handle = launch_on(worker, "irecv", here(state, run), inputs=())
+    handle = launch_on(state, worker, "irecv", run, inputs=())
     return CallWork(handle, [tensor], lambda: source.rank)
 
 
