@@ -132,3 +132,19 @@ def test_tensors_that_differ_are_named_by_the_receiver() -> None:
             drop_in.recv(torch.ones(1).expand(3), 0)
 
     run_ranks(fn, 2)
+
+
+def test_a_transfer_to_oneself_is_refused_by_name() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2)
+        with pytest.raises(ValueError, match=f"dst={rank} is this rank itself; give another"):
+            drop_in.isend(x, rank)
+        with pytest.raises(ValueError, match=f"src={rank} is this rank itself; give another"):
+            drop_in.irecv(x, group_src=rank)
+        if rank:
+            drop_in.send(x + 1, 0)
+        else:
+            assert drop_in.recv(x, 1) == 1
+            assert x.tolist() == [2, 2]
+
+    run_ranks(fn, 2)

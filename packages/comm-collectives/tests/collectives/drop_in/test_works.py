@@ -1,12 +1,14 @@
 """Calls in the terms of torch's Work."""
 
 from concurrent.futures import Future
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.call.groups import group_state
 from comm_collectives.call.handles import Handle
 from comm_collectives.call.handles.watch import Watch
 from comm_collectives.collectives import drop_in
@@ -75,6 +77,31 @@ def test_a_call_in_the_callback_of_another_can_be_waited_for_there(waits_for_fut
         other.wait()
         assert later.item() == 2
         assert future.wait().tolist() == [4, 4]
+
+    run_ranks(fn, 2, timeout_s=20)
+
+
+@pytest.mark.parametrize("limit", [None, timedelta(seconds=10)])
+def test_a_call_that_was_made_before_can_be_waited_for_in_a_callback(
+    limit: timedelta | None,
+) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x, later, last = torch.ones(2), torch.ones(1), torch.ones(1)
+
+        def both(future: "torch.futures.Future[list[torch.Tensor]]") -> torch.Tensor:
+            work.wait(*[limit] if limit else [])
+            return future.value()[0] + later
+
+        with group_state(None).lock:  # none of them can begin
+            first = drop_in.all_reduce(x, async_op=True)
+            assert first is not None
+            future = first.get_future().then(both)
+            work = drop_in.all_reduce(later, async_op=True)
+            assert work is not None
+            drop_in.all_reduce(last, async_op=True)
+        assert future.wait().tolist() == [4, 4]
+        drop_in.all_reduce(last)
+        assert last.item() == 4
 
     run_ranks(fn, 2, timeout_s=20)
 

@@ -32,4 +32,3 @@ def refuse_in_one_queue(name: str) -> None:
             "of other groups that a peer has queued before it; leave the variable out or set it "
             "to 2 or more, or move the tensor to the host"
         )
-

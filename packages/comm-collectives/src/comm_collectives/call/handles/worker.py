@@ -107,13 +107,17 @@ class Worker:
 
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         """Run jobs on this thread until that is enough, unless another thread runs one."""
-        if self.is_here() or not self._running.acquire(blocking=False):
-            return
-        try:
-            while self._jobs and not is_enough():
-                self._run_next()
-        finally:
-            self._running.release()
+        if self.is_here():  # in a job's callback; what that waits for would wait for it
+            self._run_while_needed(is_enough)
+        elif self._running.acquire(blocking=False):
+            try:
+                self._run_while_needed(is_enough)
+            finally:
+                self._running.release()
+
+    def _run_while_needed(self, is_enough: Callable[[], bool]) -> None:
+        while self._jobs and not is_enough():
+            self._run_next()
 
     def _work(self) -> None:
         while self._wakes.get():
@@ -122,11 +126,11 @@ class Worker:
                     self._run_next()
 
     def _run_next(self) -> None:
-        self._runner = threading.get_ident()
+        outer, self._runner = self._runner, threading.get_ident()
         try:
             self._jobs.popleft()()
         finally:
-            self._runner = 0
+            self._runner = outer
             self._done += 1
 
 
@@ -141,6 +145,8 @@ class _Future(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """As usual."""
         if timeout is not None or self.done():
+            if self._worker.is_here():
+                self._worker.run_until(self.done)
             return super().result(timeout)
         self._worker.awaiting.begin(self)
         try:

@@ -85,7 +85,7 @@ def isend(
         return None
     state = group_state(group)
     _check_transfer(tensor, tag)
-    peer = rank_of(state, "dst", dst, group_dst, None)
+    peer = _peer(state, "dst", dst, group_dst)
     if state.transport_type(tensor.device) == "cpu":
         lane = Lane.of(state, uses=True)
         return SendWork(lane.send(state, "send", [tensor], peer, key=_key(tag)), tensor)
@@ -165,6 +165,16 @@ def _check_transfer(tensor: torch.Tensor, tag: int) -> None:
         raise CommValueError(f"tag={tag} must be at least 0")
 
 
+def _peer(state: GroupState, name: str, peer: int | None, group_peer: int | None) -> int:
+    found = rank_of(state, name, peer, group_peer, None)
+    if found == state.rank:
+        raise CommValueError(
+            f"{name}={state.global_rank} is this rank itself; give another rank, and copy a tensor "
+            "that stays here"
+        )
+    return found
+
+
 def _key(tag: int) -> int:
     """The key of a tag; those of other transfers are not negative."""
     return -1 - tag
@@ -179,7 +189,7 @@ def _receiving(
 ) -> Callable[[], int]:
     """Begin to receive, in the order of the calls; return what ends it and says who sent."""
     _check_transfer(tensor, tag)
-    source = ANY_RANK if src == (None, None) else rank_of(state, "src", *src, None)
+    source = ANY_RANK if src == (None, None) else _peer(state, "src", *src)
     if state.transport_type(tensor.device) != "cpu":
         flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
         work = state.transport.recv(flat, source)
