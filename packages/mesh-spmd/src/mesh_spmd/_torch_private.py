@@ -1,9 +1,11 @@
-"""The only module that uses torch's private API: roots of meshes, and strided shards.
+"""The only module that uses torch's private API: roots of meshes, strided shards, a late import.
 
 torch has no public way to ask a slice of a mesh for the mesh that it was cut from, to which the
 groups over several axes belong, and no public name for the shards that FSDP2 makes of a tensor
 which tensor parallelism has cut. Read for torch 2.11 to 2.15.
 """
+
+from importlib import import_module
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -25,6 +27,14 @@ def split_factor(placement: Placement) -> tuple[int, int] | None:
     if not isinstance(placement, _StridedShard):
         return None
     return placement.dim, int(placement.split_factor)
+
+
+def load_redistribute() -> None:
+    """Import what `DTensor.redistribute` imports when it is first called, for ranks to be forked.
+
+    It takes each of them seconds.
+    """
+    import_module("torch._dynamo")
 
 
 def axes_of_dims(dtensor: DTensor) -> dict[int, tuple[int, ...]]:

@@ -202,7 +202,7 @@ def test_what_cannot_be_planned_is_named(
         ("[w]\nshape = [4]\nlayout = 'ep=2'", "w has layout; it may have shape, dtype, source"),
         ("[w]\nshape = 4", "t.toml: w has shape 4; expected a list of sizes"),
         ("[w]\nshape = [4]\ndtype = 'F4'", "t.toml: w: dtype got 'F4'; give a dtype of torch"),
-        ("[w]\nshape = [4]\ntarget = 'ep=2/ep=1'", "t.toml: w: axis 'ep' shards dim 1"),
+        ("[w]\nshape = [4]\ntarget = 'ep=2/ep=1'", "w: the target layout 'ep=2/ep=1': axis 'ep'"),
         ("w = 3", "t.toml: w must be"),
         ("[w", "t.toml cannot be read"),
         ("", "holds no tensor"),

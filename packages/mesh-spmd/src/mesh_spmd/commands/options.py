@@ -9,12 +9,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesh_spmd.errors import MeshValueError
 
 if TYPE_CHECKING:
     from mesh_spmd.mesh import ProcessMesh
+
+
+class Answer(NamedTuple):
+    """What a sub-command prints, with the exit code where that is part of what it says."""
+
+    text: str
+    code: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +31,7 @@ class Command:
     name: str
     text: str
     add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], str]
+    run: Callable[[argparse.Namespace], str | Answer]
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:

@@ -6,23 +6,22 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from mesh_spmd.commands.layouts import SYNTAX, parse_layout
-from mesh_spmd.commands.options import Command, parse_integer, parse_shape, show_table
+from mesh_spmd.commands.layouts import SYNTAX
+from mesh_spmd.commands.options import Command, parse_integer, show_table
 from mesh_spmd.commands.shapes import Entry, read_entries, shape_of
+from mesh_spmd.commands.tensors import (
+    add_dtype,
+    add_layouts,
+    make_pair,
+    pair_of_line,
+    parse_dtype,
+)
 from mesh_spmd.errors import MeshSpmdError, MeshValueError
 
 if TYPE_CHECKING:
-    import torch
-
     from mesh_spmd.layout import TensorSpec
     from mesh_spmd.reshard import Plan, Topology
 
-_STORED = {  # safetensors' names of dtypes
-    **{"BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
-    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64"},
-    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
-}
 _EPILOG = f"""{SYNTAX}
 a file of tensors, TOML or JSON, moves them in one plan; what it leaves out, the command line gives:
   [experts]
@@ -43,12 +42,10 @@ columns, in bytes:
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_layouts(parser)
     parser.epilog = _EPILOG
-    parser.add_argument("source", nargs="?", help="the layout before, as in dp=2,ep=8/ep=0")
-    parser.add_argument("target", nargs="?", help="the layout after")
     parser.add_argument("--shape", help="sizes of the whole tensor, as in 60,512")
-    parser.add_argument("--dtype", help="dtype of the tensor: bfloat16 (default), float32, BF16")
+    add_dtype(parser)
     parser.add_argument(
         "--tensors",
         metavar="FILE",
@@ -71,7 +68,7 @@ def run_plan(arguments: argparse.Namespace) -> str:
 
     if (arguments.tensors is None) == (arguments.shape is None):
         raise MeshValueError("give one of --shape (one tensor) and --tensors (a file of them)")
-    pairs = _from_file(arguments) if arguments.tensors is not None else [_from_line(arguments)]
+    pairs = _from_file(arguments) if arguments.tensors is not None else [pair_of_line(arguments)]
     sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
     limit = {} if arguments.buffer_bytes is None else {"buffer_bytes": _count(arguments)}
     plan = plan_reshard(sources, targets, _topology(arguments.ranks_per_node), **limit)
@@ -103,15 +100,6 @@ def _summary(plan: Plan) -> str:
     return "\n".join([*lines, f"plan {plan.hash}"])
 
 
-def _from_line(arguments: argparse.Namespace) -> tuple[TensorSpec, TensorSpec]:
-    for name in ("source", "target"):
-        if getattr(arguments, name) is None:
-            raise MeshValueError(f"the {name} layout is missing; give two, as in ep=8/ep=0 ep=4")
-    dtype = _dtype(arguments.dtype or "bfloat16", where="--dtype")
-    shape = parse_shape(arguments.shape)
-    return _pair(shape, dtype, (arguments.source, arguments.target))
-
-
 def _from_file(arguments: argparse.Namespace) -> list[tuple[TensorSpec, TensorSpec]]:
     """The tensors of a file; layouts and a dtype that it leaves out are those of the line."""
     found = []
@@ -136,36 +124,13 @@ def _from_file(arguments: argparse.Namespace) -> list[tuple[TensorSpec, TensorSp
             layouts.append(text)
         dtype = fields.get("dtype", arguments.dtype or "bfloat16")
         try:
-            pair = _pair(
-                shape_of(Entry(where, fields)), _dtype(dtype, where="dtype"), tuple(layouts)
+            pair = make_pair(
+                shape_of(Entry(where, fields)), parse_dtype(dtype, where="dtype"), tuple(layouts)
             )
         except MeshSpmdError as error:
             text = str(error)
             raise type(error)(text if text.startswith(where) else f"{where}: {text}") from error
         found.append(pair)
-    return found
-
-
-def _pair(
-    shape: tuple[int, ...], dtype: torch.dtype, layouts: tuple[str, ...]
-) -> tuple[TensorSpec, TensorSpec]:
-    from mesh_spmd.layout import TensorSpec
-
-    source, target = (
-        TensorSpec(shape, dtype, parse_layout(text, what=what))
-        for text, what in zip(layouts, ("source", "target"), strict=True)
-    )
-    return source, target
-
-
-def _dtype(name: object, *, where: str) -> torch.dtype:
-    import torch
-
-    found = getattr(torch, _STORED.get(name, name), None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise MeshValueError(
-            f"{where} got {name!r}; give a dtype of torch, as in float32, or of safetensors, F32"
-        )
     return found
 
 

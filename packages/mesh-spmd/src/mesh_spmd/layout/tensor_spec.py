@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import final
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshTypeError
@@ -77,6 +77,20 @@ class TensorSpec:
             return {}
         pairs = zip(self.mesh.axis_names, placements, strict=True)
         return {axis: str(p.reduce_op) for axis, p in pairs if isinstance(p, Partial)}
+
+    def reduced(self) -> TensorSpec:
+        """Return the tensor after its reductions: each rank keeps its box, of whole values."""
+        if not self.partials:
+            return self
+        spec = self.boxes
+        pairs = zip(spec.mesh.axis_names, spec.placements, strict=True)
+        whole: dict[str, Placement] = {
+            axis: Replicate() if isinstance(p, Partial) else p for axis, p in pairs
+        }
+        boxes = Spec.from_axes(spec.mesh, whole, order=spec.order, sizes=dict(spec.sizes))
+        flat = self.spec
+        found = FlatSpec(boxes, flat.axes, flat.sizes) if isinstance(flat, FlatSpec) else boxes
+        return TensorSpec(self.shape, self.dtype, found)
 
     def box(self, rank: int) -> Box:
         """Return the box that `rank` holds, or of which it holds a flat range.

@@ -57,7 +57,9 @@ def execute(
     Args:
         plan: equal on every rank.
         local: what this rank holds of the source, of `TensorSpec.local_shape(rank)`, any strides;
-            None on a rank outside the source's mesh. For a plan of lists: a list of these.
+            None on a rank outside the source's mesh, or an empty tensor, which says where the
+            others' tensors lie: a group with a backend for each device needs that. For a plan of
+            lists: a list of these.
         group: holds every rank of the plan; the default group if None. Others of its ranks take
             part without data.
         exchange: carries bytes between the ranks; called as torch's all_to_all_single, which it is
@@ -95,7 +97,7 @@ def execute(
             group=group,
         )
 
-    device = next((t.device for t in held if t is not None), _device_of(group))
+    device = device_of(given, group)
     with torch.no_grad():
         held = run_steps(plan, held, Place(rank=rank, peers=tuple(peers), device=device), between)
     return held[0] if plan.single else list(held)
@@ -308,8 +310,11 @@ def _reduce_all(
             begin += view.numel()
 
 
-def _device_of(group: ProcessGroup | None) -> torch.device:
-    """Where a rank without a source tensor has its buffers."""
+def device_of(given: Locals, group: ProcessGroup | None) -> torch.device:
+    """Where a rank has its buffers: with its tensors, empty ones too, else by the backend."""
+    for local in given:
+        if local is not None:
+            return local.device
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Partial, Placement, Replicate
 
 from mesh_spmd.errors import MeshTypeError
-from mesh_spmd.layout import FlatSpec, Spec, TensorSpec
-from mesh_spmd.reshard.execute import Exchange, execute
+from mesh_spmd.layout import TensorSpec
+from mesh_spmd.reshard.execute import Exchange, device_of, execute
 from mesh_spmd.reshard.parts import plan_join, plan_split
 from mesh_spmd.reshard.plan import Plan, plan_reshard
 
@@ -47,7 +46,7 @@ def reshard_tensor(
     """Return this rank's part in the target's layout; gradients flow back. Collective.
 
     Args:
-        local: what this rank holds of the source; None outside its mesh.
+        local: what this rank holds of the source; None outside its mesh, or as of `execute`.
         source: the tensor before. It may have partial sums; their gradient is replicated.
         target: the tensor after.
         group: holds every rank of both meshes; the default group if None.
@@ -125,21 +124,16 @@ def _gradient(tensor: TensorSpec, *, is_source: bool) -> TensorSpec:
             f"gradients flow through partial sums of the source alone, got {tensor.partials}; "
             "use plan_reshard and execute without gradients"
         )
-    spec = tensor.boxes
-    pairs = zip(spec.mesh.axis_names, spec.placements, strict=True)
-    whole: dict[str, Placement] = {
-        axis: Replicate() if isinstance(p, Partial) else p for axis, p in pairs
-    }
-    boxes = Spec.from_axes(spec.mesh, whole, order=spec.order, sizes=dict(spec.sizes))
-    flat = tensor.spec
-    found = FlatSpec(boxes, flat.axes, flat.sizes) if isinstance(flat, FlatSpec) else boxes
-    return TensorSpec(tensor.shape, tensor.dtype, found)
+    return tensor.reduced()
 
 
 def _run(ways: _Ways, given: list[Local]) -> list[torch.Tensor]:
     # A rank without data has no tensor that autograd could follow; an empty one stands for it.
+    device = device_of(given, ways.group)
     anchors = [
-        torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.dtype.is_floating_point)
+        torch.empty(
+            0, dtype=tensor.dtype, device=device, requires_grad=tensor.dtype.is_floating_point
+        )
         if local is None
         else local
         for local, tensor in zip(given, ways.forward.sources, strict=False)
