@@ -14,6 +14,7 @@ from mesh_spmd import (
     reshard_tensor,
     split_tensor,
 )
+from mesh_spmd.reshard.execute import device_of
 from mesh_spmd.reshard.parts import plan_join, plan_split
 from ranktest import run_ranks
 
@@ -109,3 +110,14 @@ def test_a_split_moves_each_expert_once() -> None:
     # Boxes of all ranks: 2, 2, 2, 1 experts; of the stages: 2, 2 and 3, 0.
     assert plan.received_bytes == {0: 0, 1: 0, 2: 8 * ROWS, 3: 0}
     assert plan.sent_bytes == {0: 0, 1: 0, 2: 0, 3: 8 * ROWS}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[torch.empty(0, device="meta")], [None, torch.empty(0, device="meta"), torch.empty(1)]],
+)
+def test_buffers_lie_where_what_a_rank_gives_lies_an_empty_tensor_too(
+    given: list[torch.Tensor | None],
+) -> None:
+    """A group with a backend for each device does not say where the others' tensors lie."""
+    assert device_of(given, None) == torch.device("meta")
