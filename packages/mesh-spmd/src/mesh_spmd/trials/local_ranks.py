@@ -235,7 +235,7 @@ def _work(job: _Job, rank: int, pipe: Connection) -> None:
     if job.num_devices:
         device = torch.device("cuda", rank % job.num_devices)
         torch.cuda.set_device(device)
-        torch.cuda.init()  # else DeviceMesh takes none to be chosen, and refuses odd numbers of ranks
+        torch.cuda.init()  # else DeviceMesh chooses again, and refuses odd numbers of ranks
     dist.init_process_group(
         job.backend,
         init_method=f"file://{os.path.join(job.folder, 'store')}",
