@@ -247,7 +247,9 @@ def test_ranks_take_the_devices_in_turn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One rank on each device with NCCL, and twice as many ranks as devices with gloo."""
-    if request.config.getoption("--on-devicetest"):  # its devices are there for forked ranks alone
+    if request.config.getoption(
+        "--on-devicetest", default=False
+    ):  # its devices are there for forked ranks alone
         fork = multiprocessing.get_context("fork")
         monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     devices = torch.cuda.device_count()
