@@ -1,6 +1,7 @@
 """Saves in the background, with real saver processes and real kills."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -278,6 +279,29 @@ def test_a_buffer_that_is_still_written_to_is_not_used_again(
             view.fill_(-1.0)
         saver.wait(timeout_s=30)
         assert value_of(tmp_path / f"checkpoint-{step}") == 1.0
+
+
+def test_a_save_that_a_closed_saver_has_not_answered_has_an_outcome(tmp_path: Path) -> None:
+    saver = AsyncSaver(config=AsyncSaverConfig(timeout_s=0.5, start_timeout_s=10.0))
+    os.kill(saver.pid, signal.SIGSTOP)  # as one whose disk hangs
+    response = async_save(shards(0, 1, 1.0), checkpoint_id=tmp_path / "c", saver=saver)
+    with pytest.raises(SaveError, match=r"1 saves did not end within 1 s"):
+        saver.close()
+    with pytest.raises(SaveError, match=r"closed before this save had ended"):
+        response.upload_completion.result(timeout=5)
+
+
+def test_a_forked_child_that_ends_leaves_the_saver_to_its_parent(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        child = os.fork()
+        if child == 0:
+            saver.close()  # as the end of a process does
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.3)
+        assert not saver.saver_ended
+        response = async_save(shards(0, 1, 1.0), checkpoint_id=tmp_path / "c", saver=saver)
+        assert response.upload_completion.result(timeout=30) is not None
 
 
 def test_a_saver_that_does_not_start_leaves_nothing_behind() -> None:

@@ -153,6 +153,28 @@ def test_a_second_snapshot_ends_the_first_and_async_saves_go_between(
         assert_saved(tmp_path / f"checkpoint-{number}", want)
 
 
+def test_a_snapshot_that_is_not_finished_when_the_saver_closes_says_that_it_is_lost(
+    tmp_path: Path,
+) -> None:
+    saver = AsyncSaver()
+    zero_cost = ZeroCostSaver(saver, num_microbatches=4)
+    outcome = zero_cost.begin_save({"model": shards(state())}, checkpoint_id=tmp_path / "c")
+    async_save({"model": shards(state())}, checkpoint_id=tmp_path / "after", saver=saver)
+    with pytest.raises(SaveError, match=r"snapshot 1 was begun, but not finished .* not saved"):
+        saver.close()
+    with pytest.raises(SaveError, match=r"call ZeroCostSaver\.finish\(\) or close\(\) before"):
+        outcome.result(timeout=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["after"]
+
+
+def test_what_ends_a_training_is_raised_beside_a_snapshot_that_is_lost(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as caught, AsyncSaver() as saver:
+        zero_cost = ZeroCostSaver(saver, num_microbatches=4)
+        zero_cost.begin_save({"model": shards(state())}, checkpoint_id=tmp_path / "c")
+        1 / 0  # noqa: B018 - what a training step may do
+    assert "snapshot 1 was begun, but not finished" in caught.value.__notes__[0]
+
+
 def test_no_micro_batch_at_all_is_refused(saver: AsyncSaver) -> None:
     with pytest.raises(ValueError, match=r"num_microbatches=0 must be at least 1"):
         ZeroCostSaver(saver, num_microbatches=0)

@@ -120,6 +120,11 @@ class SaveQueue:
         with self._lock:
             return self._open.get(number)
 
+    def all_open(self) -> list[PendingSave]:
+        """Return the pending saves that have not ended, in order."""
+        with self._lock:
+            return [pending for _, pending in sorted(self._open.items())]
+
     def running(self) -> list[PendingSave]:
         """Return the pending_saves that the saver process has."""
         with self._lock:

@@ -17,6 +17,7 @@ Length: two threads take the steps of one save here, each of which relies on the
 import atexit
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_futures
@@ -74,6 +75,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self._rank = agreement.rank
         self._who = f"rank {agreement.global_rank_here}"
         self._number = 0
+        self._pid = os.getpid()  # a forked child has a copy of this object, but no saver process
         self._queue = SaveQueue()
         self._layout = StagingLayout((), (), 0)
         self._layout_json = b""
@@ -294,25 +296,48 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     def close(self) -> None:
         """Let the saver process finish and end; not collective. Later calls do nothing.
 
+        In a child that was forked it does nothing either: the saver process is its parent's.
+
         Raises:
-            SaveError: a save failed unseen.
+            SaveError: a save failed unseen, or a snapshot was begun and never finished. It has no
+                checkpoint, which its `upload_completion` says as well.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self.close)
         try:
+            self._abandon_unfinished()
             self.wait()
         finally:
             self.offloader.close()
             self._process.close(timeout_s=self.config.start_timeout_s)
+            left = SaveError(f"{self._who}: the saver was closed before this save had ended")
+            self._fail(self._queue.all_open(), left)  # who waits for its outcome must not for ever
             self._forget_replays()
             self._pool.close()
             if self._ema is not None:
                 self._ema.memory.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _abandon_unfinished(self) -> None:
+        """Fail what nobody will submit any more; else its outcome would stay open for ever."""
+        coming = self._queue.expected()
+        for pending in self._queue.all_open():
+            if pending.upload_completion not in coming:
+                text = (
+                    f"{self._who}: snapshot {pending.number} was begun, but not finished before "
+                    "the saver was closed, so it is not saved; call ZeroCostSaver.finish() or "
+                    "close() before AsyncSaver.close()"
+                )
+                self.abandon(pending, SaveError(text), still_copying=True)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except SaveError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))  # what ends the training matters more
 
     def _start(self) -> SaverProcess:
         return SaverProcess(self._settings, on_answer=self._on_answer, on_death=self._on_death)
