@@ -248,3 +248,14 @@ def test_damage_of_the_source_leaves_no_checkpoint_in_a_store(
     with pytest.raises(CorruptCheckpointError, match="embed_tokens"):
         reshard(source, target, ParallelDegrees(world_size=2, tp=2))
     assert target.store.keys(target.key) == []
+
+
+def test_weights_alone_do_not_take_the_place_of_their_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint-1"
+    state = {"model": {"w": torch.ones(4)}, "optimizer": {"w/moment1": torch.ones(4)}}
+    save(state, checkpoint_id=place)
+    (tmp_path / "link").symlink_to(place)
+    for target in (place, tmp_path / "link", f"file://{place}"):
+        with pytest.raises(ValueError, match=r"is the source, whose optimizer .* would be gone"):
+            export_model(place, target)
+    assert (place / "optimizer.safetensors").exists()

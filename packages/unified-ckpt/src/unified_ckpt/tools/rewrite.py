@@ -134,9 +134,10 @@ def export_model(
 
     Raises:
         LoadError: the source cannot be read, is damaged, or has no such part.
-        CheckpointValueError: the target exists and is no checkpoint; or the part has tensors that
-            `model` lacks, as the moments of an optimizer are.
+        CheckpointValueError: the target is the source, or exists and is no checkpoint; or the part
+            has tensors that `model` lacks, as the moments of an optimizer are.
     """
+    _check_apart(source, target)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint(source))
         model = stack.enter_context(BoxReader(checkpoint, "model"))
@@ -152,6 +153,20 @@ def export_model(
         names = other_files(checkpoint) & _MODEL_FILES
         plan = plan_save(held)
         return _write(plan, held, lambda _, key: sources[key], target, checkpoint, names)
+
+
+def _check_apart(source: Path | str | Location, target: Path | str | Location) -> None:
+    """Refuse to put the weights alone in the place of the checkpoint that they come from."""
+    places = []
+    for name, given in (("source", source), ("target", target)):
+        place = as_target(name, given)
+        on_disk = place.on_disk if isinstance(place, Location) else place
+        places.append(str(place) if on_disk is None else os.path.realpath(on_disk))
+    if places[0] == places[1]:
+        raise CheckpointValueError(
+            f"target={str(target)!r} is the source, whose optimizer and other parts would be gone; "
+            "choose another directory for the weights"
+        )
 
 
 def _hold(
