@@ -64,3 +64,15 @@ def test_copies_are_freed_but_those_of_the_tokens_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "ranks-00001"]
     assert [copy.name for copy in held_copies(tmp_path)] == [kept.name]
     assert free_copies(tmp_path, keep=()) == 1
+
+
+def test_what_a_killed_save_left_of_ranks_that_are_elsewhere_now_is_freed_too(
+    tmp_path: Path,
+) -> None:
+    kept = make_copy(tmp_path, 4, "b", 1)
+    hidden = f"step-3-{'a' * 16}.unified-ckpt-tmp-{'c' * 16}"
+    left = tmp_path / "ranks-00006" / f".{hidden}"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(bytes(1000))
+    assert free_copies(tmp_path, keep=[kept.token]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ranks-00001"]

@@ -20,6 +20,7 @@ from unified_ckpt.errors import DamagedCheckpointWarning, LoadError
 from unified_ckpt.files import remove_tree
 from unified_ckpt.files.format import MANIFEST_NAME, check_sizes
 from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
+from unified_ckpt.saving.commit import clean_leftovers
 
 COPY_FILE = "node_copy.json"
 _FOLDER, _COPY = re.compile(r"ranks-\d{5,}\Z"), re.compile(r"step-\d+-[0-9a-f]{16}\Z")
@@ -111,23 +112,31 @@ def _copy_of(checkpoint: Checkpoint) -> NodeCopy:
 
 def copy_folders(folder: Path) -> list[Path]:
     """Return the path of every copy in a node's folder, complete or not."""
-    if not folder.is_dir():
-        return []
-    parents = [path for path in sorted(folder.iterdir()) if _FOLDER.match(path.name)]
     return [
         path
-        for parent in parents
-        if parent.is_dir()
+        for parent in _parents(folder)
         for path in sorted(parent.iterdir())
         if _COPY.match(path.name)
     ]
 
 
+def _parents(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in sorted(folder.iterdir()) if _FOLDER.match(path.name) and path.is_dir()]
+
+
 def free_copies(folder: Path, *, keep: Collection[str]) -> int:
-    """Remove all copies but those of these tokens; return how many."""
+    """Remove all copies but those of these tokens, and what killed saves left; return how many.
+
+    What was left may be of ranks that no save here is of any more, since nodes change places.
+    """
     old = [path for path in copy_folders(folder) if path.name.rpartition("-")[2] not in keep]
     for path in old:
         remove_tree(path)
-        if not any(path.parent.iterdir()):
-            remove_tree(path.parent)
-    return len(old)
+    left = 0
+    for parent in _parents(folder):
+        left += len(clean_leftovers(parent))
+        if not any(parent.iterdir()):
+            remove_tree(parent)
+    return len(old) + left
