@@ -36,6 +36,7 @@ _VERSION = 3  # the same manifest as 2; `unified_ckpt.json` beside it says the t
 _VERSION_IN_PARTS = 4
 _READ_VERSIONS = (2, _VERSION, _VERSION_IN_PARTS)
 _TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n\Z')
+_DATA_TAIL = re.compile(rb',"data":"([^"\\]+)","crc32":"[0-9a-f]{8}"}\n\Z')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,15 @@ def decode_manifest(raw: bytes, folder: ReadFolder) -> Manifest:
     except MALFORMED as error:
         raise CorruptCheckpointError(f"{path}: malformed manifest: {error}") from error
     return Manifest(files=files, data=data)
+
+
+def data_folder(raw: bytes) -> str:
+    """Return the folder that a manifest's bytes say its files are in, "" for its own; checks none.
+
+    Whoever must know it to read the rest of a manifest in parts cannot decode that before.
+    """
+    found = _DATA_TAIL.search(raw)
+    return "" if found is None else found[1].decode(errors="replace")
 
 
 def read_manifest(folder: ReadFolder) -> Manifest | None:

@@ -15,10 +15,12 @@ moment are told apart only if it is a new one.
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from unified_ckpt.files import (
     BATCH_BYTES,
@@ -34,6 +36,7 @@ from unified_ckpt.files import (
 )
 from unified_ckpt.files.storage.protocol import SWAP_PREFIX, Fetched
 
+_MEANS_ELSE = re.compile(r"[%#?\x00-\x1f]")  # in a URL; all else stays as people read it
 _HIDDEN, _LOCK = ".unified-ckpt-tmp-", ".unified-ckpt-lock-"
 
 
@@ -50,7 +53,7 @@ class LocalStore:
     @property
     def url(self) -> str:
         """The folder as a URL."""
-        return "file://" + str(self.root).rstrip("/")
+        return "file://" + escaped(str(self.root).rstrip("/"))
 
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
         """Write a file under a hidden name, then rename it."""
@@ -142,6 +145,11 @@ class LocalStore:
             remove_tree(hidden)
             raise
         return hidden
+
+
+def escaped(path: str) -> str:
+    """Write a path as a `file://` URL has it, so that what reads the URL finds the same path."""
+    return _MEANS_ELSE.sub(lambda found: quote(found[0]), path)
 
 
 def _batches(buffers: Iterable[Buffer]) -> Iterable[list[Buffer]]:

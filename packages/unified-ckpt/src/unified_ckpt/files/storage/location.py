@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from unified_ckpt.errors import CheckpointValueError, as_path, is_url
 from unified_ckpt.files.storage.fsspec_store import FsspecStore
-from unified_ckpt.files.storage.local import LocalStore
+from unified_ckpt.files.storage.local import LocalStore, escaped
 from unified_ckpt.files.storage.protocol import ObjectStore
 from unified_ckpt.files.storage.retrying import Retrying
 
@@ -49,8 +49,10 @@ class Location:
         return replace(self, key=f"{self.key}/{name}" if self.key else name)
 
     def __str__(self) -> str:
-        url = self.store.url
-        return f"{url}/{self.key}" if is_url(url) else f"store://{url}/{self.key}"  # never a path
+        url, key = self.store.url, self.key
+        if isinstance(self.store, LocalStore):  # what a file:// URL gives another meaning
+            key = escaped(key)
+        return f"{url}/{key}" if is_url(url) else f"store://{url}/{key}"  # never a path
 
     def __repr__(self) -> str:
         return f"Location({str(self)!r})"

@@ -13,10 +13,11 @@ given to another directory meanwhile, or files are written to, reading ends in
 """
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from glob import escape
 from pathlib import Path
 from typing import TypeVar
@@ -35,11 +36,12 @@ from unified_ckpt.files.format import (
     HeaderEntry,
     Manifest,
     check_name,
+    data_folder,
     read_header,
     read_manifest,
 )
 from unified_ckpt.files.format.tables import ListedKeys, StoredKeys
-from unified_ckpt.files.storage import Location, as_target
+from unified_ckpt.files.storage import LocalStore, Location, as_target
 from unified_ckpt.plans import StoredTensor
 from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder, is_stored
 
@@ -65,10 +67,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def __init__(self, checkpoint_id: Path | str | Location) -> None:
         self.folder = as_target("checkpoint_id", checkpoint_id)
         self.opened: ReadFolder
+        if not isinstance(self.folder, Location):
+            opened = _open(self.folder)
+            if _lies_apart(opened):  # a save to file:// wrote it, and its reader finds the files
+                opened.close()
+                key = os.path.realpath(self.folder).lstrip("/")
+                self.folder = Location(store=LocalStore("/"), key=key)
+            else:
+                self.opened = opened
         if isinstance(self.folder, Location):
             self.opened = StoredFolder(self.folder)
-        else:
-            self.opened = _open(self.folder)
         try:
             self.manifest: Manifest | None = read_manifest(self.opened)
             if self.manifest is None and not self.opened.leads_here():
@@ -224,6 +232,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 check_bytes(raw, record, self.folder / name, whole=False)
             self._headers[name] = {entry.key: entry for entry in entries}
         return self._headers[name]
+
+
+def _lies_apart(folder: OpenFolder) -> bool:
+    """Whether the manifest of a directory names another folder for its files."""
+    with suppress(LoadError):  # who reads the manifest says why it cannot be read
+        return folder.size(MANIFEST_NAME) is not None and bool(
+            data_folder(folder.read(MANIFEST_NAME))
+        )
+    return False
 
 
 def _part_of(name: str) -> str:

@@ -21,15 +21,24 @@ that still runs, or a manifest that is still on its way though its save is dead,
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
-from unified_ckpt.errors import CheckpointValueError, LeftoverFilesWarning, SaveError
+from unified_ckpt.errors import (
+    CheckpointValueError,
+    CorruptCheckpointError,
+    LeftoverFilesWarning,
+    SaveError,
+)
 from unified_ckpt.files.format import (
     MANIFEST_NAME,
+    data_folder,
     encode_manifest,
     is_tombstone,
     make_tombstone,
 )
+from unified_ckpt.files.format.tables import TABLES_NAME
 from unified_ckpt.files.storage import Fetched, Location
+from unified_ckpt.plans.checkpoint import StoredFolder
 from unified_ckpt.saving.commit.writer import write_blobs
 
 _DATA = "data-"
@@ -110,6 +119,7 @@ class Draft:
         raw = blobs.pop(MANIFEST_NAME)
         write_blobs(blobs, self.folder)
         done_with = [k for k in store.keys(self.target.key) if _is_data(self.target, k)]
+        done_with += self._files_beside()
         self._may_delete = False  # from now on the files may be those of the checkpoint
         if not _swap(self.target, raw, self._old):
             self._may_delete = True
@@ -117,6 +127,18 @@ class Draft:
         old = [k for k in done_with if not k.startswith(f"{self.folder.key}/")]
         self._delete(lambda: old, "what the checkpoint before had written")
         return _is_manifest(self._old)
+
+    def _files_beside(self) -> list[str]:
+        """Return what the old manifest lists beside itself, as one of a directory does.
+
+        Left there, it would be the weights that transformers finds under the checkpoint's name.
+        """
+        if self._old is None or is_tombstone(self._old.data) or data_folder(self._old.data):
+            return []
+        with suppress(CorruptCheckpointError), StoredFolder(self.target) as old:
+            names = {*old.names(), TABLES_NAME} - {MANIFEST_NAME}
+            return sorted((self.target / name).key for name in names)
+        return []
 
     def _lost_to(self) -> str:
         found = self.target.store.fetch(_manifest_key(self.target))

@@ -8,7 +8,7 @@ that is published, so that no crash loses one.
 
 import os
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError
 from unified_ckpt.files import (
@@ -19,7 +19,7 @@ from unified_ckpt.files import (
     sync_file,
     write_at,
 )
-from unified_ckpt.files.format import MANIFEST_NAME, read_manifest
+from unified_ckpt.files.format import MANIFEST_NAME, data_folder, read_manifest
 from unified_ckpt.files.format.tables import TABLES_NAME
 
 _OF_SAVES = (".safetensors", ".safetensors.index.json")  # where no manifest can tell
@@ -66,6 +66,8 @@ def keep_files(
 def _foreign(opened: OpenFolder) -> tuple[set[str], bool]:
     """Return the names of files that the manifest does not list, and whether it could be read."""
     try:
+        if opened.size(MANIFEST_NAME) is not None and data_folder(opened.read(MANIFEST_NAME)):
+            return _foreign_in_store(opened), True
         manifest = read_manifest(opened)
     except CorruptCheckpointError:
         names = opened.names(of_any_kind=True) - {MANIFEST_NAME, TABLES_NAME}
@@ -73,6 +75,15 @@ def _foreign(opened: OpenFolder) -> tuple[set[str], bool]:
     if manifest is None:  # an empty folder, or one that is being removed
         return set(), True
     return opened.names(of_any_kind=True) - manifest.files.keys() - {MANIFEST_NAME}, True
+
+
+def _foreign_in_store(opened: OpenFolder) -> set[str]:
+    """Return the names of files that no save to `file://` has written."""
+    return {
+        name
+        for name in opened.names(of_any_kind=True) - {MANIFEST_NAME}
+        if not (name.startswith("data-") or PurePath(name).name.startswith(".unified-ckpt-"))
+    }
 
 
 def _keep(opened: OpenFolder, name: str, target: Path) -> bool:
