@@ -157,3 +157,37 @@ def test_models_that_do_not_fit_are_named(tmp_path) -> None:
     (tmp_path / "b" / "config.json").write_text('{"model_type": "mixtral"}')
     with pytest.raises(WeightConvertError, match="is of model_type 'mixtral', but"):
         merge(MergeConfig(method="linear", models=models), tmp_path / "c")
+
+
+def test_layers_that_are_stacked_get_the_dtype_and_the_lists_of_their_config(tmp_path) -> None:
+    a, _, _ = pair(tmp_path)
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text()) | {"layer_types": ["x", "y", "z"]}
+    path.write_text(json.dumps(config))
+    slices = tuple(Slice(path=str(tmp_path / "a"), begin=b, end=b + 2) for b in (0, 1))
+    merge(MergeConfig(method="passthrough", slices=slices, dtype="float32"), tmp_path / "c")
+    found = read(tmp_path / "c")
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    key = "model.layers.{}.self_attn.q_proj.weight"
+    assert torch.equal(found[key.format(3)], a[key.format(2)].float())
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert (config["dtype"], config["layer_types"]) == ("float32", ["x", "y", "y", "z"])
+
+
+@pytest.mark.parametrize("method", ["linear", "passthrough"])
+def test_a_router_s_buffer_keeps_its_dtype_whatever_that_of_the_output(tmp_path, method) -> None:
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = {bias: torch.rand(4), "model.layers.1.mlp.gate.weight": torch.rand(4, 6)}
+    (tmp_path / "a").mkdir()
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    path = str(tmp_path / "a")
+    parts = (
+        {"models": (MergeModel(path=path),)}
+        if method == "linear"
+        else {"slices": (Slice(path=path, begin=1, end=2),)}
+    )
+    merge(MergeConfig(method=method, dtype="bfloat16", **parts), tmp_path / "b")
+    found = {key.rpartition(".")[2]: value for key, value in read(tmp_path / "b").items()}
+    assert torch.equal(found["e_score_correction_bias"], tensors[bias])
+    assert found["weight"].dtype == torch.bfloat16

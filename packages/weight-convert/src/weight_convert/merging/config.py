@@ -87,7 +87,8 @@ class MergeConfig(Record):
         gamma: part of the largest differences that `breadcrumbs` drops.
         epsilon: by how much `della` keeps large differences of a row more often, and small less.
         seed: of `dare` and `della`.
-        dtype: of the output, such as "bfloat16"; None keeps that of the base or first model.
+        dtype: of the output's parameters, such as "bfloat16"; None keeps that of the base or
+            first model. Buffers keep theirs.
         remove_keys: patterns of tensors to leave out; each must match one.
     """
 

@@ -10,21 +10,23 @@ floating-point number is copied from there, too.
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from weight_convert._checks import check_kind
 from weight_convert._dtypes import FLOATS, stored_dtype
-from weight_convert.errors import WeightConvertError
+from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.merging.config import PASSTHROUGH, MergeConfig, amount_at
+from weight_convert.merging.layers_config import stacked_config
 from weight_convert.merging.stacking import stacked
 from weight_convert.operations import Combine
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
-from weight_convert.plan import in_format_of
+from weight_convert.plan import in_format_of, stored_roles
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output
+from weight_convert.specs import get_spec
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _Tensors = Mapping[str, PlannedTensor]
@@ -62,11 +64,16 @@ def merge(
     aligned = _aligned(models)
     removed = _remove(aligned, config)
     changes: dict[str, object] = {} if config.dtype is None else {"dtype": config.dtype}
+    buffers = _buffers(models[0])
     if config.method == PASSTHROUGH:
-        tensors, num_layers = stacked(config.slices, aligned)
-        changes["num_hidden_layers"] = num_layers
+        tensors = [
+            work.cast(tensor, dtype) if dtype != tensor.dtype else tensor
+            for tensor in stacked(config.slices, aligned)
+            for dtype in (_dtype_of(tensor, config, buffers),)
+        ]
+        changes |= stacked_config(config.slices, [model.config for model in models])
     else:
-        tensors = list(_combined(config, aligned, work))
+        tensors = list(_combined(config, aligned, buffers, work))
     output = Output(tensors=tensors, work=work, sources=sources, config=changes, removed=removed)
     return write_output(models[0], output, dst, options=options, on_progress=on_progress)
 
@@ -107,8 +114,30 @@ def _remove(models: Sequence[dict[str, PlannedTensor]], config: MergeConfig) -> 
     return {key: removed[key] for key in sorted(removed, key=natural_key)}
 
 
+def _buffers(model: Catalog) -> frozenset[str]:
+    """Names of tensors that are no parameters, of all layers as one; none of unknown families."""
+    try:
+        roles = stored_roles(model, get_spec(str(model.config.get("model_type"))))
+    except UnknownFamilyError:
+        return frozenset()
+    return frozenset(_of_any_layer(key) for key, (role, _) in roles.items() if role == "buffer")
+
+
+def _of_any_layer(key: str) -> str:
+    return _LAYER.sub(".layers.*.", key)
+
+
+def _dtype_of(tensor: PlannedTensor, config: MergeConfig, buffers: Collection[str]) -> str:
+    """The dtype in the output: buffers keep theirs, as the bias that chooses experts needs it."""
+    is_kept = tensor.dtype not in FLOATS or _of_any_layer(tensor.key) in buffers
+    return tensor.dtype if config.dtype is None or is_kept else stored_dtype(config.dtype)
+
+
 def _combined(
-    config: MergeConfig, models: Sequence[_Tensors], work: Computations
+    config: MergeConfig,
+    models: Sequence[_Tensors],
+    buffers: Collection[str],
+    work: Computations,
 ) -> Iterator[PlannedTensor]:
     """Each tensor of the output."""
     first, *others = models
@@ -118,7 +147,6 @@ def _combined(
         layer = _layer(key)
         place = layer / max(last_layer, 1) if layer is not None else float(_is_behind(key))
         tensor = first[key]
-        dtype = tensor.dtype if config.dtype is None else stored_dtype(config.dtype)
         if tensor.dtype not in FLOATS:
             yield replace(tensor, order=(natural_key(key), 0, 0))
             continue
@@ -126,7 +154,7 @@ def _combined(
             _operation(config, key, place),
             (tensor, *(model[key] for model in others)),
             key=key,
-            dtype=dtype,
+            dtype=_dtype_of(tensor, config, buffers),
             shape=tensor.shape,
             order=(natural_key(key), 0, 0),
         )

@@ -1,6 +1,6 @@
 """Layers of several models stacked into a deeper one: copied, nothing computed.
 
-    tensors, num_layers = stacked(slices, models)
+    tensors = stacked(slices, models)
 
 Layers are numbered anew in the order of the slices; what stands outside of layers is the first
 model's.
@@ -19,8 +19,8 @@ _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)")
 
 def stacked(
     slices: Sequence[Slice], models: Sequence[Mapping[str, PlannedTensor]]
-) -> tuple[list[PlannedTensor], int]:
-    """The tensors of the output, and its number of layers.
+) -> list[PlannedTensor]:
+    """The tensors of the output.
 
     Args:
         slices: which layers of which model; the models stand in their order.
@@ -51,4 +51,4 @@ def stacked(
                 f"were asked for"
             )
         offset += part.end - part.begin
-    return tensors, offset
+    return tensors
