@@ -143,3 +143,78 @@ def test_what_fits_no_tensor_or_is_another_variant_is_named(tmp_path) -> None:
         with pytest.raises(WeightConvertError, match=message):
             lora(tmp_path / "a", tmp_path / f"lora{number}", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+def test_an_adapter_that_changed_the_model_when_it_began_is_refused(tmp_path, init) -> None:
+    write(tmp_path / "a", {f"{Q}.weight": torch.randn(10, H)}, {"model_type": "qwen3_moe"})
+    a, b = factors(10, H)
+    tensors = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    adapter(tmp_path / "lora", tensors, init_lora_weights=init)
+    with pytest.raises(WeightConvertError, match=f"init_lora_weights='{init}', which changed the"):
+        lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_pattern_of_alpha_is_for_the_names_of_parameters_that_have_factors(tmp_path) -> None:
+    up, down, gate = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj", "model.layers.0.mlp.gate"
+    shapes = {up: (E, 2 * WIDTH, H), down: (E, H, WIDTH)}
+    model = {key: torch.zeros(shape) for key, shape in shapes.items()}
+    model[f"{gate}.weight"] = torch.zeros(E, H)
+    write(tmp_path / "a", model, {"model_type": "qwen3_moe"})
+    tensors = {
+        f"{EXPERTS}.lora_A.weight": torch.ones(E, H),
+        f"{EXPERTS}.lora_B.weight": torch.ones(2 * WIDTH, E),
+        f"{EXPERTS}.base_layer.lora_A.weight": torch.ones(E, WIDTH),
+        f"{EXPERTS}.base_layer.lora_B.weight": torch.ones(H, E),
+        f"{gate}.lora_A.weight": torch.ones(1, H),
+        f"{gate}.lora_B.weight": torch.ones(E, 1),
+    }
+    options = {
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "gate.weight"],
+        "alpha_pattern": {"experts": 2, "experts.down_proj": 7, "gate.weight": 3, "gate": 4},
+    }
+    adapter(tmp_path / "lora", tensors, **options)
+    lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    for key, alpha in ((up, 5), (down, 7), (f"{gate}.weight", 3)):
+        assert torch.equal(found[key], torch.full_like(model[key], alpha)), key
+
+
+def test_an_embedding_that_stands_beside_its_factors_is_what_they_are_added_to(tmp_path) -> None:
+    key = "model.embed_tokens"
+    write(tmp_path / "a", {f"{key}.weight": torch.zeros(7, H)}, {"model_type": "qwen3_moe"})
+    tensors = {
+        f"{key}.lora_embedding_A": torch.ones(R, 7),
+        f"{key}.lora_embedding_B": torch.ones(H, R),
+        f"{key}.base_layer.weight": torch.ones(7, H),
+    }
+    adapter(tmp_path / "lora", tensors, lora_alpha=1)
+    report = lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    assert torch.equal(found[f"{key}.weight"], torch.full((7, H), 2.0)) and report.num_tensors == 1
+    tensors[f"{key}.base_layer.weight"] = torch.ones(7, H).bfloat16()
+    adapter(tmp_path / "other", tensors)
+    with pytest.raises(WeightConvertError, match=r"\(BF16 \[7, 8\]\), which fits no tensor"):
+        lora(tmp_path / "a", tmp_path / "other", tmp_path / "c")
+
+
+@pytest.mark.parametrize("replaced", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_model_whose_embedding_or_head_alone_is_replaced_is_tied_no_more(
+    tmp_path, replaced
+) -> None:
+    former, new = torch.randn(7, H), torch.randn(7, H)
+    config = {"model_type": "qwen3_moe", "tie_word_embeddings": True}
+    write(tmp_path / "a", {"model.embed_tokens.weight": former}, config)
+    adapter(tmp_path / "lora", {replaced: new})
+    lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    assert found.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(found[k], new if k == replaced else former) for k in found)
+    assert not json.loads((tmp_path / "b" / "config.json").read_text())["tie_word_embeddings"]
+    both = {"model.embed_tokens.weight": new, "lm_head.weight": new.clone()}
+    adapter(tmp_path / "as one", both, ensure_weight_tying=True)
+    lora(tmp_path / "a", tmp_path / "as one", tmp_path / "c")
+    found = load_file(tmp_path / "c" / "model.safetensors")
+    assert found.keys() == {"model.embed_tokens.weight"} and torch.equal(*found.values(), new)
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == config

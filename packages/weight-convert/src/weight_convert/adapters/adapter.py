@@ -41,6 +41,9 @@ _PLAIN: Mapping[str, Any] = {
     "alora_invocation_tokens": None,
     "trainable_token_indices": None,
 }
+# These take the first factors out of the model's weights when an adapter begins (LoRA-GA, by its
+# gradients), so that the factors add to what is left, which is nowhere stored.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Factors:
         a, b: the factors; of an embedding, whose weight is transposed, too.
         magnitude: of DoRA.
         alpha: the numerator of the scaling.
+        alpha_pattern: other numerators by pattern of names, the first that matches.
         uses_root: whether it is divided by the root of the rank (rsLoRA).
         is_embedding: whether the module is an embedding.
     """
@@ -59,12 +63,18 @@ class Factors:
     b: SourceTensor
     magnitude: SourceTensor | None
     alpha: float
+    alpha_pattern: Mapping[str, float]
     uses_root: bool
     is_embedding: bool
 
-    def scaling(self, rank: int) -> float:
-        """The factor of the product."""
-        return self.alpha / (math.sqrt(rank) if self.uses_root else rank)
+    def scaling(self, rank: int, name: str) -> float:
+        """The factor of the product; `name` is the module's, or of fused experts their own."""
+        matching = (
+            value
+            for pattern, value in self.alpha_pattern.items()
+            if re.match(rf"(.*\.)?({pattern})$", name)
+        )
+        return next(matching, self.alpha) / (math.sqrt(rank) if self.uses_root else rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +84,22 @@ class Adapter:
     Attributes:
         path: its weight file.
         factors: by the module's name in the model; `.base_layer` is another parameter of it.
-        replaced: whole tensors of `modules_to_save`, by name.
+        replaced: whole tensors of `modules_to_save`, by name; and of embeddings that have factors,
+            which peft stores with them.
+        parameters: ends of the names of parameters that have factors by themselves, such as those
+            of fused experts.
+        keeps_tied: whether a head that is tied to the embedding was trained with it, as one.
     """
 
     path: Path
     factors: Mapping[str, Factors]
     replaced: Mapping[str, SourceTensor]
+    parameters: tuple[str, ...] = ()
+    keeps_tied: bool = False
+
+    def is_parameter(self, key: str) -> bool:
+        """Whether factors of this tensor go by its own name, not by that of its module."""
+        return any(key == end or key.endswith(f".{end}") for end in self.parameters)
 
 
 def read_adapter(directory: Path | str) -> Adapter:
@@ -107,13 +127,21 @@ def read_adapter(directory: Path | str) -> Adapter:
         name = entry.key.removeprefix(PREFIX)
         match = _PART.fullmatch(name)
         if match is None:
-            replaced[name.replace(".modules_to_save.", ".")] = tensor
+            name = name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+            replaced[name] = tensor
         else:
             parts[match["module"]][match["part"].replace("embedding_", "")] = tensor
             if "embedding" in match["part"]:
                 parts[match["module"]]["embedding"] = tensor
     factors = {module: _factors(path, module, found, config) for module, found in parts.items()}
-    return Adapter(path=path, factors=factors, replaced=replaced)
+    parameters = tuple(config.get("target_parameters") or ())
+    return Adapter(
+        path=path,
+        factors=factors,
+        replaced=replaced,
+        parameters=parameters,
+        keeps_tied=bool(config.get("ensure_weight_tying")),
+    )
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -133,6 +161,13 @@ def _config(path: Path) -> Mapping[str, Any]:
                 f"{path} has {name}={config[name]!r}, which cannot be merged here; merge it with "
                 f"peft's merge_and_unload"
             )
+    began = str(config.get("init_lora_weights")).lower()
+    if began.startswith(_CHANGES_BASE):
+        raise WeightConvertError(
+            f"{path} has init_lora_weights={config['init_lora_weights']!r}, which changed the "
+            f"model's weights when training began; merge it with peft's merge_and_unload, or save "
+            f"it with path_initial_model_for_weight_conversion, which makes a plain adapter of it"
+        )
     return config
 
 
@@ -148,19 +183,12 @@ def _factors(
             f"{path}: use_dora is {config.get('use_dora')}, but the magnitude of {module} is "
             f"{'there' if magnitude else 'missing'}"
         )
-    alpha = next(
-        (
-            value
-            for pattern, value in (config.get("alpha_pattern") or {}).items()
-            if re.match(rf"(.*\.)?({pattern})$", module)
-        ),
-        config.get("lora_alpha", 8),
-    )
     return Factors(
         a=found["lora_A"],
         b=found["lora_B"],
         magnitude=magnitude,
-        alpha=float(alpha),
+        alpha=float(config.get("lora_alpha", 8)),
+        alpha_pattern={k: float(v) for k, v in (config.get("alpha_pattern") or {}).items()},
         uses_root=bool(config.get("use_rslora")),
         is_embedding="embedding" in found,
     )

@@ -21,6 +21,7 @@ from weight_convert.plan import spec_of
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output
 
 _INNER = ".base_layer"
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 def lora(
@@ -50,16 +51,53 @@ def lora(
         TargetExistsError, CorruptFileError, OSError: as `convert`.
     """
     catalog = read_catalog(src)
-    found = read_adapter(adapter)
+    found = _without_tied_head(catalog, read_adapter(adapter))
     sources = (*catalog.files, str(found.path.absolute()))
     work = Computations(num_sources=len(sources))
+    untied = _untied(catalog, found)
     changed = dict(_changed(catalog, found, work))
     tensors = [
         changed.get(key) or replace(PlannedTensor.of(tensor), order=(natural_key(key), 0, 0))
         for key, tensor in catalog.tensors.items()
     ]
-    output = Output(tensors=tensors, work=work, sources=sources, config={})
+    config = {"tie_word_embeddings": False} if untied else {}
+    output = Output(tensors=[*tensors, *untied], work=work, sources=sources, config=config)
     return write_output(catalog, output, dst, options=options, on_progress=on_progress)
+
+
+def _tied_embedding(catalog: Catalog) -> SourceTensor | None:
+    """The embedding that is the head's weight too, where it is stored as one."""
+    if catalog.config.get("tie_word_embeddings") is not True or _HEAD in catalog.tensors:
+        return None
+    return next((t for key, t in catalog.tensors.items() if key.endswith(_EMBEDDING)), None)
+
+
+def _without_tied_head(catalog: Catalog, adapter: Adapter) -> Adapter:
+    """The adapter without the head that peft stores again where it was trained as the embedding."""
+    embedding = _tied_embedding(catalog)
+    if embedding is None or not adapter.keeps_tied or embedding.key not in adapter.replaced:
+        return adapter
+    replaced = {key: tensor for key, tensor in adapter.replaced.items() if key != _HEAD}
+    return replace(adapter, replaced=replaced)
+
+
+def _untied(catalog: Catalog, adapter: Adapter) -> tuple[PlannedTensor, ...]:
+    """The head of a model that stores none, where the adapter replaces it or the embedding alone.
+
+    Tied again, the other one would change with it, which it did not in training.
+    """
+    embedding = _tied_embedding(catalog)
+    if embedding is None or adapter.keeps_tied:
+        return ()
+    modules = {key.removesuffix(".weight") for key in (_HEAD, embedding.key)}
+    if modules & adapter.factors.keys() or not {_HEAD, embedding.key} & adapter.replaced.keys():
+        return ()
+    head, planned = adapter.replaced.get(_HEAD), PlannedTensor.of(embedding)
+    if head is not None and head.shape != embedding.shape:
+        raise _unfitting(adapter, head, catalog)
+    if head is not None:
+        planned = PlannedTensor.of(head).behind(len(catalog.files))
+    return (replace(planned, key=_HEAD, order=(natural_key(_HEAD), 0, 0)),)
 
 
 def _changed(
@@ -71,16 +109,23 @@ def _changed(
         weight, num_experts, is_transposed = _target(catalog, module, factors, taken)
         taken.add(weight.key)
         rank = factors.a.shape[0] // (num_experts or 1)
+        name = weight.key if num_experts or adapter.is_parameter(weight.key) else module
+        whole = adapter.replaced.get(weight.key)
+        if whole is not None and (whole.shape, whole.dtype) != (weight.shape, weight.dtype):
+            raise _unfitting(adapter, whole, catalog)
+        former = PlannedTensor.of(weight)
+        if whole is not None:
+            former = PlannedTensor.of(whole).behind(num_files)
         parts = [factors.a, factors.b] + ([factors.magnitude] if factors.magnitude else [])
         yield (
             weight.key,
             work.add(
                 AddLowRank(
-                    scaling=factors.scaling(rank),
+                    scaling=factors.scaling(rank, name),
                     num_experts=num_experts,
                     is_transposed=is_transposed,
                 ),
-                [PlannedTensor.of(weight)] + [PlannedTensor.of(p).behind(num_files) for p in parts],
+                [former] + [PlannedTensor.of(p).behind(num_files) for p in parts],
                 key=weight.key,
                 dtype=weight.dtype,
                 shape=weight.shape,
@@ -88,14 +133,22 @@ def _changed(
             ),
         )
     for key, tensor in adapter.replaced.items():
-        former = catalog.tensors.get(key)
-        if former is None or former.shape != tensor.shape:
-            raise WeightConvertError(
-                f"{adapter.path} has {tensor.key} {list(tensor.shape)}, which fits no tensor of "
-                f"{catalog.directory}"
-            )
+        if key == _HEAD and _untied(catalog, adapter):
+            continue
+        stored = catalog.tensors.get(key)
+        if stored is None or stored.shape != tensor.shape:
+            raise _unfitting(adapter, tensor, catalog)
+        if key in taken:
+            continue
         planned = PlannedTensor.of(tensor).behind(num_files)
         yield key, replace(planned, key=key, order=(natural_key(key), 0, 0))
+
+
+def _unfitting(adapter: Adapter, tensor: SourceTensor, catalog: Catalog) -> WeightConvertError:
+    return WeightConvertError(
+        f"{adapter.path} has {tensor.key} ({tensor.dtype} {list(tensor.shape)}), which fits no "
+        f"tensor of {catalog.directory}; it was trained on another model, or in another dtype"
+    )
 
 
 def _target(
