@@ -233,3 +233,24 @@ def test_links_are_not_moved(model: Any, tmp_path: Path) -> None:
     with pytest.raises(WeightConvertError, match="is a link"):
         convert(src, tmp_path / "dst", to="fused", options=ConversionOptions(move=True))
     assert sorted(os.listdir(tmp_path)) == ["blob", "src"]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("link", "dst", "link is a link"),
+        ("src/../src", "dst", "cannot be renamed by that name"),
+        ("src", "src/dst", "src/dst is inside of .*src, which a move removes"),
+        ("src", "link/dst", "link/dst is inside of .*src, which a move removes"),
+    ],
+)
+def test_what_cannot_be_hidden_or_would_take_the_target_with_it_is_not_moved(
+    model: Any, tmp_path: Path, name: str, target: str, message: str
+) -> None:
+    src = model.write(tmp_path / "src", "transformers")
+    (tmp_path / "link").symlink_to(src)
+    options = ConversionOptions(move=True)
+    with pytest.raises(WeightConvertError, match=message):
+        convert(tmp_path / name, tmp_path / target, to="fused", options=options)
+    assert sorted(os.listdir(tmp_path)) == ["link", "src"]
+    assert sorted(os.listdir(src)) == ["config.json", "model.safetensors", "tokenizer.json"]

@@ -20,7 +20,13 @@ from weight_convert.outputs import FilePlan
 from weight_convert.plan import ConversionOptions
 from weight_convert.run.execution import Progress, execute
 from weight_convert.run.memory import Memory
-from weight_convert.run.moving import check_movable, hide_source, place_of, remove_source
+from weight_convert.run.moving import (
+    check_movable,
+    check_way,
+    hide_source,
+    place_of,
+    remove_source,
+)
 from weight_convert.run.report import Report
 from weight_convert.staging import (
     Journal,
@@ -76,6 +82,7 @@ def carry_out(
         "move": options.move,
     }
     if options.move:
+        check_way(source, target)
         check_movable(place, plan.sources)
     else:
         _check_space(target, report.total_bytes)

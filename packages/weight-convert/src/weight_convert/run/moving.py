@@ -39,6 +39,24 @@ def check_movable(source: Path, names: Sequence[str]) -> None:
             os.close(fd)
 
 
+def check_way(source: Path, target: Path) -> None:
+    """Raise unless a source can be hidden under its own name, and the target stays where it is."""
+    if source.is_symlink():
+        raise WeightConvertError(
+            f"{source} is a link, so its files belong to another place too; move that directory "
+            f"itself ({source.resolve()}), or convert without moving"
+        )
+    if source == Path() or ".." in source.parts:
+        raise WeightConvertError(
+            f"{source} cannot be renamed by that name; to move it give its path from outside, "
+            f"without '..' ({source.resolve()})"
+        )
+    if target.resolve().is_relative_to(source.resolve()):
+        raise WeightConvertError(
+            f"{target} is inside of {source}, which a move removes; choose a target outside of it"
+        )
+
+
 def place_of(source: Path, job: Mapping[str, Any] | None) -> Path:
     """Where the source of a job stands: under its name, or hidden if its move was interrupted.
 
