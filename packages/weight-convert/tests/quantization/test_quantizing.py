@@ -166,9 +166,45 @@ def test_tensors_to_skip_stay_and_a_pattern_without_one_is_refused(tmp_path: Pat
     quantize(tmp_path / "a", tmp_path / "b", to="fp8", skip=["*.o_proj.weight"])
     assert read(tmp_path / "b")[key.format("o")].dtype == torch.float32
     entry = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
-    assert entry["modules_to_not_convert"] == ["lm_head", "o_proj"]
+    assert entry["modules_to_not_convert"] == ["lm_head", key.format("o").removesuffix(".weight")]
     with pytest.raises(WeightConvertError, match=r"skip='\*.x' matches no tensor"):
         quantize(tmp_path / "a", tmp_path / "c", to="fp8", skip=["*.x"])
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.*", "*mlp.experts*", "model.layers.3.mlp.*"])
+def test_config_names_the_modules_whose_tensors_were_skipped_and_parts_are_refused(
+    tmp_path: Path, pattern: str
+) -> None:
+    mlp, q = "model.layers.3.mlp.experts", "model.layers.3.self_attn.q_proj"
+    names = [f"{mlp}.{e}.{part}_proj" for e in range(11) for part in ("gate", "up", "down")]
+    write(tmp_path / "a", [{f"{name}.weight": torch.randn(8, 8) for name in (*names, q)}], {})
+    quantize(tmp_path / "a", tmp_path / "b", to="fp8", skip=[pattern])
+    found = read(tmp_path / "b")
+    assert {key for key, value in found.items() if value.dtype == torch.float8_e4m3fn} == {
+        f"{q}.weight"
+    }
+    entry = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert entry["modules_to_not_convert"] == ["lm_head", mlp]
+    with pytest.raises(WeightConvertError, match=f"leaves a part of {mlp} as it is, but not"):
+        quantize(tmp_path / "a", tmp_path / "c", to="fp8", skip=["*.down_proj.weight"])
+
+
+def test_matrices_of_mamba_stay_plain_and_the_config_says_so(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.mamba.A_log": torch.randn(8, 4),
+        "model.layers.0.mamba.conv1d.weight": torch.randn(8, 1, 4),
+        "model.layers.0.mamba.in_proj.weight": torch.randn(16, 8),
+        "model.layers.0.feed_forward.up_proj.weight": torch.randn(8, 8),
+    }
+    write(tmp_path / "a", [tensors], {"model_type": "jamba"})
+    quantize(tmp_path / "a", tmp_path / "b", to="fp8")
+    found = read(tmp_path / "b")
+    assert all(torch.equal(found[key], tensors[key]) for key in list(tensors)[:3])
+    assert found.keys() - tensors.keys() == {
+        "model.layers.0.feed_forward.up_proj.weight_scale_inv",
+    }
+    entry = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert entry["modules_to_not_convert"] == ["lm_head", "model.layers.0.mamba"]
 
 
 def test_what_does_not_belong_together_is_named(tmp_path: Path) -> None:

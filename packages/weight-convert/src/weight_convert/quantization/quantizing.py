@@ -3,6 +3,7 @@
 report = quantize("DeepSeek-V3-bf16", "DeepSeek-V3-again")
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,6 +23,8 @@ from weight_convert.specs import FamilySpec
 
 _ROLES = frozenset({"column", "row", "kv", "norm"})  # those of "norm" that are matrices
 _LEFT_PLAIN = ("*.eh_proj.weight", "*bias")  # as DeepSeek leaves them
+_MAMBA = ".mamba."  # reads its matrices itself, not by linear layers, so that it cannot know scales
+_LAYER = re.compile(r"(.*?layers\.\d+)\.")
 
 
 def quantize(
@@ -40,9 +43,10 @@ def quantize(
         src: a model in bfloat16, float16 or float32, in any format of its family.
         dst: the output; must not exist.
         to: "fp8" (in blocks of 128 x 128) or "mxfp4" makes fresh scales: of all matrices of layers
-            but routers, or of the experts. None takes the scales that `dequantize` kept in `src`,
-            and gives back every byte of weights that have not changed since.
-        skip: patterns of tensors to leave as they are, such as "*.o_proj.weight"; each must match.
+            but routers and Mamba's, or of the experts. None takes the scales that `dequantize` kept
+            in `src`, and gives back every byte of weights that have not changed since.
+        skip: patterns of tensors to leave as they are, such as "*.o_proj.weight"; each must match,
+            and of a layer's experts all or none.
         spec: the family, which says what is a router; None takes it from `config.json`.
         options: how to write; None for the defaults.
         on_progress: called with (bytes done, bytes in all).
@@ -68,7 +72,7 @@ def quantize(
             raise WeightConvertError("skip chooses among fresh scales; kept ones are all taken")
         return _by_kept(catalog, kept, dst, options, on_progress)
     method = _method(to)
-    chosen = _chosen(catalog, method, spec_of(catalog, spec), skip)
+    chosen, plain = _chosen(catalog, method, spec_of(catalog, spec), skip)
     work = Computations(num_sources=len(catalog.files))
     tensors = [_plain(tensor) for key, tensor in catalog.tensors.items() if key not in chosen]
     for key in chosen:
@@ -77,7 +81,7 @@ def quantize(
         tensors=tensors,
         work=work,
         sources=catalog.files,
-        config={"quantization_config": _entry(method, skip)},
+        config={"quantization_config": _entry(method, plain)},
         not_carried=() if kept is None else (_kept_left_out("fresh scales take their place"),),
     )
     return write_output(catalog, output, dst, options=options, on_progress=on_progress)
@@ -124,20 +128,22 @@ def _encoded(tensor: SourceTensor, method: Method, work: Computations) -> Iterat
 
 def _chosen(
     catalog: Catalog, method: Method, spec: FamilySpec, skip: Sequence[str]
-) -> tuple[str, ...]:
-    """Names of the stored weights to quantise."""
-    names = tuple(
-        key
-        for key, (role, name) in stored_roles(catalog, spec).items()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the stored weights to quantise, and of the modules that stay plain."""
+    roles = stored_roles(catalog, spec)
+    modules = {
+        key: _module(key, name)
+        for key, (role, name) in roles.items()
         if catalog.tensors[key].dtype in FLOATS
         and len(catalog.tensors[key].shape) > 1
         and (role in _ROLES if method.name == "fp8" else name in spec.experts)
         and not any(fnmatchcase(key, pattern) for pattern in _LEFT_PLAIN)
-    )
+        and _MAMBA not in name
+    }
     for pattern in skip:
-        if not any(fnmatchcase(key, pattern) for key in names):
+        if not any(fnmatchcase(key, pattern) for key in modules):
             raise WeightConvertError(f"skip={pattern!r} matches no tensor that would be quantised")
-    chosen = tuple(key for key in names if not any(fnmatchcase(key, item) for item in skip))
+    chosen = tuple(key for key in modules if not any(fnmatchcase(key, item) for item in skip))
     if not chosen:
         raise WeightConvertError(
             f"{catalog.directory} has no plain weight that {method.name} is for"
@@ -146,24 +152,42 @@ def _chosen(
         why = method.refusal(catalog.tensors[key].shape)
         if why:
             raise WeightConvertError(f"{key} cannot be {method.name}: {why}; skip it (--skip)")
-    return chosen
+    taken = set(chosen)
+    of_chosen = {modules[key]: key for key in chosen}
+    plain = dict.fromkeys(modules[key] for key in modules if key not in taken)
+    for module in plain:
+        if module in of_chosen:
+            raise WeightConvertError(
+                f"skip leaves a part of {module} as it is, but not {of_chosen[module]}; these are "
+                f"one module, of which a config can only say that all of it is quantised: skip all "
+                f"of it, or nothing"
+            )
+    mamba = {_module(key, name) for key, (_, name) in roles.items() if _MAMBA in name}
+    return chosen, (*plain, *sorted({f"{m}.".partition(_MAMBA)[0] + ".mamba" for m in mamba}))
 
 
-def _entry(method: Method, skip: Sequence[str]) -> Mapping[str, Any]:
-    """The `quantization_config` of fresh scales."""
+def _module(key: str, name: str) -> str:
+    """The module in memory of a stored tensor whose template in memory is `name`."""
+    layer = _LAYER.match(key)
+    if layer is not None and name.count("{") == name.count("{layer}") == 1:
+        key = name.format(layer=layer[1])
+    return key.rpartition(".")[0]
+
+
+def _entry(method: Method, plain: Sequence[str]) -> Mapping[str, Any]:
+    """The `quantization_config` of fresh scales; `plain` are modules without."""
     if method.name == "mxfp4":
-        plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
-        plain += ["model.embed_tokens", "lm_head"]
-        return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+        others = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+        others += ["model.embed_tokens", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": [*others, *plain]}
     entry: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(method.block),
     }
-    if skip:
-        modules = [pattern.removesuffix(".weight").removeprefix("*.") for pattern in skip]
-        entry["modules_to_not_convert"] = ["lm_head", *modules]
+    if plain:
+        entry["modules_to_not_convert"] = ["lm_head", *plain]
     return entry
 
 
