@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weight_convert.errors import WeightConvertError
+from weight_convert.files import read_header
 from weight_convert.merging import MergeConfig, MergeModel, Slice, merge
+from weight_convert.plan import ConversionOptions
 from weight_convert.run import OutputOptions, convert
 
 EXPERTS = 11
@@ -191,3 +193,13 @@ def test_a_router_s_buffer_keeps_its_dtype_whatever_that_of_the_output(tmp_path,
     found = {key.rpartition(".")[2]: value for key, value in read(tmp_path / "b").items()}
     assert torch.equal(found["e_score_correction_bias"], tensors[bias])
     assert found["weight"].dtype == torch.bfloat16
+
+
+def test_what_is_made_of_torch_s_files_says_its_format_as_transformers_wants_it(tmp_path) -> None:
+    model(tmp_path / "a", 1)
+    convert(
+        tmp_path / "a", tmp_path / "b", to="transformers", options=ConversionOptions(files="bin")
+    )
+    models = (MergeModel(path=str(tmp_path / "b")),)
+    merge(MergeConfig(method="linear", models=models), tmp_path / "c")
+    assert read_header(tmp_path / "c" / "model.safetensors").metadata == {"format": "pt"}

@@ -134,12 +134,17 @@ def write_output(
     return carry_out(plan, report, catalog.directory, written, on_progress)
 
 
+def _metadata(catalog: Catalog) -> dict[str, str]:
+    """What transformers wants a safetensors file to say, where no such file was the source."""
+    return {} if catalog.kind == "safetensors" else {"format": "pt"}
+
+
 def _plan(catalog: Catalog, output: Output, options: OutputOptions) -> FilePlan:
     stated = dict(catalog.index_metadata or {})
     stated.pop("total_parameters", None)
     frame = Frame(
         max_shard_bytes=options.max_shard_bytes,
-        metadata=catalog.metadata,
+        metadata=catalog.metadata or _metadata(catalog),
         index_metadata=stated,
         num_buffer_elements=output.num_buffer_elements,
     )
