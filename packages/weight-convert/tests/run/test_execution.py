@@ -254,3 +254,14 @@ def test_what_cannot_be_hidden_or_would_take_the_target_with_it_is_not_moved(
         convert(tmp_path / name, tmp_path / target, to="fused", options=options)
     assert sorted(os.listdir(tmp_path)) == ["link", "src"]
     assert sorted(os.listdir(src)) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 4096])
+def test_a_move_goes_on_with_chunks_of_its_size_only_and_loses_nothing_by_others(
+    oracle: Any, model: Any, tmp_path: Path, chunk_bytes: int
+) -> None:
+    src, dst, options = killed(model, tmp_path, move=True)
+    with pytest.raises(WeightConvertError, match=r"of another job: .* an option has changed"):
+        convert(src, dst, to="fused", options=replace(options, chunk_bytes=chunk_bytes))
+    convert(src, dst, to="fused", options=options)
+    assert oracle.read_folder(dst) == model.fused, model.seed

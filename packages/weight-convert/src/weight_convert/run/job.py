@@ -145,10 +145,13 @@ def _journal(path: Path, job: Mapping[str, Any], keep: bool, goes_on: bool) -> I
 def _identity(plan: FilePlan, source: Path, options: ConversionOptions) -> str:
     """What tells this job from every other one: which bytes go where, and the state of the source.
 
-    A source that is being moved has other times with every unit.
+    A source that is being moved has other times with every unit, and of units of another size a
+    journal's numbers and checksums say nothing; elsewhere such are held against the source.
     """
     digest = hashlib.sha256(repr((plan.carried, plan.index, plan.written)).encode())
     digest.update(repr([(c.operation, c.inputs) for c in plan.computed]).encode())
+    if options.move:
+        digest.update(f"{options.chunk_bytes};".encode())
     for name in plan.sources:
         state = (source / name).stat()
         time_ns = 0 if options.move else state.st_mtime_ns
