@@ -2,7 +2,7 @@
 
 A room of its own, since only here an output is made of more than one directory.
 
-May import: run, plan, outputs, operations, files.
+May import: run, plan, outputs, operations, specs, files.
 """
 
 from weight_convert.merging.config import MergeConfig as MergeConfig

@@ -24,7 +24,7 @@ from weight_convert.specs import FamilySpec
 _ROLES = frozenset({"column", "row", "kv", "norm"})  # those of "norm" that are matrices
 _LEFT_PLAIN = ("*.eh_proj.weight", "*bias")  # as DeepSeek leaves them
 _MAMBA = ".mamba."  # reads its matrices itself, not by linear layers, so that it cannot know scales
-_LAYER = re.compile(r"(.*?layers\.\d+)\.")
+_LAYER_STEM = re.compile(r"(.*?layers\.\d+)\.")
 
 
 def quantize(
@@ -168,7 +168,7 @@ def _chosen(
 
 def _module(key: str, name: str) -> str:
     """The module in memory of a stored tensor whose template in memory is `name`."""
-    layer = _LAYER.match(key)
+    layer = _LAYER_STEM.match(key)
     if layer is not None and name.count("{") == name.count("{layer}") == 1:
         key = name.format(layer=layer[1])
     return key.rpartition(".")[0]
