@@ -46,7 +46,7 @@ LINES_ADDED = {
     # Backwards that fail ahead of our nodes; torch's coalescing; calls in callbacks; roots of
     # reductions and shapes of sparse ones; names that mean loopback.
     # The matrix on devices.
-    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 30,
+    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 40,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -153,7 +153,9 @@ LINES_ADDED = {
     # The memory of each computation, limits on it and its prediction. Dense models made MoE ones.
     # A decoder behind a vision tower, and experts that are told to be turned by their dims. Layers
     # that files count anew. One torch thread for what memory bounds.
-    "weight-convert": 1_670 + 1_000 + 950 + 950 + 500 + 1_120 + 400 + 2_150 + 350 + 720 + 250,
+    # What config.json says of single layers, in merges by passthrough; adapters that changed their
+    # model at the beginning.
+    "weight-convert": 1_670 + 1_000 + 950 + 950 + 500 + 1_120 + 400 + 2_150 + 350 + 720 + 250 + 300,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
@@ -185,8 +187,10 @@ LINES_ADDED = {
     # Stored tensors that nothing took, in a load's report; over all ranks that load together. Links
     # of a run's folder in rotation; destinations that share memory, and tied ones of which other
     # values are stored; extra states of modules; tensors without plain memory.
-    # Checkpoints of torch DCP written and read by commands, piece by piece.
+    # Checkpoints of torch DCP written and read by commands, piece by piece. What was saved to a
+    # store's URL on disk is read by path; snapshots and savers that end with an error.
     "unified-ckpt": 820
+    + 120
     + 600
     + 1_500
     + 1_200

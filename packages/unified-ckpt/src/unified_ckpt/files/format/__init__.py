@@ -10,7 +10,6 @@ from unified_ckpt.files.format.manifest import MANIFEST_NAME as MANIFEST_NAME
 from unified_ckpt.files.format.manifest import Manifest as Manifest
 from unified_ckpt.files.format.manifest import check_name as check_name
 from unified_ckpt.files.format.manifest import check_sizes as check_sizes
-from unified_ckpt.files.format.manifest import data_folder as data_folder
 from unified_ckpt.files.format.manifest import encode_manifest as encode_manifest
 from unified_ckpt.files.format.manifest import read_manifest as read_manifest
 from unified_ckpt.files.format.tables import FileRecord as FileRecord

@@ -59,6 +59,15 @@ class Manifest:
             return self.sizes_in_parts
         return {name: record.num_bytes for name, record in self.files.items()}
 
+    @staticmethod
+    def folder_in(raw: bytes) -> str:
+        """Return the folder that a manifest's bytes say its files are in, "" for its own.
+
+        Checks nothing: who must know it to read the rest of a manifest in parts cannot decode that.
+        """
+        found = _DATA_TAIL.search(raw)
+        return "" if found is None else found[1].decode(errors="replace")
+
 
 def encode_manifest(
     records: Mapping[str, bytes],
@@ -110,15 +119,6 @@ def decode_manifest(raw: bytes, folder: ReadFolder) -> Manifest:
     except MALFORMED as error:
         raise CorruptCheckpointError(f"{path}: malformed manifest: {error}") from error
     return Manifest(files=files, data=data)
-
-
-def data_folder(raw: bytes) -> str:
-    """Return the folder that a manifest's bytes say its files are in, "" for its own; checks none.
-
-    Whoever must know it to read the rest of a manifest in parts cannot decode that before.
-    """
-    found = _DATA_TAIL.search(raw)
-    return "" if found is None else found[1].decode(errors="replace")
 
 
 def read_manifest(folder: ReadFolder) -> Manifest | None:

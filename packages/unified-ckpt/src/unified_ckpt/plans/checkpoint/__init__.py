@@ -12,7 +12,6 @@ from unified_ckpt.plans.checkpoint.directory import read_index as read_index
 from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder as StoredFolder
 from unified_ckpt.plans.checkpoint.stored_folder import as_load_errors as as_load_errors
 from unified_ckpt.plans.checkpoint.stored_folder import is_stored as is_stored
-from unified_ckpt.plans.checkpoint.verify import Problem as Problem
 from unified_ckpt.plans.checkpoint.verify import VerifyReport as VerifyReport
 from unified_ckpt.plans.checkpoint.verify import verify_checkpoint as verify_checkpoint
 from unified_ckpt.plans.checkpoint.verify import verify_opened as verify_opened

@@ -36,7 +36,6 @@ from unified_ckpt.files.format import (
     HeaderEntry,
     Manifest,
     check_name,
-    data_folder,
     read_header,
     read_manifest,
 )
@@ -238,7 +237,7 @@ def _lies_apart(folder: OpenFolder) -> bool:
     """Whether the manifest of a directory names another folder for its files."""
     with suppress(LoadError):  # who reads the manifest says why it cannot be read
         return folder.size(MANIFEST_NAME) is not None and bool(
-            data_folder(folder.read(MANIFEST_NAME))
+            Manifest.folder_in(folder.read(MANIFEST_NAME))
         )
     return False
 

@@ -31,7 +31,7 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.files.format import (
     MANIFEST_NAME,
-    data_folder,
+    Manifest,
     encode_manifest,
     is_tombstone,
     make_tombstone,
@@ -133,7 +133,7 @@ class Draft:
 
         Left there, it would be the weights that transformers finds under the checkpoint's name.
         """
-        if self._old is None or is_tombstone(self._old.data) or data_folder(self._old.data):
+        if self._old is None or is_tombstone(self._old.data) or Manifest.folder_in(self._old.data):
             return []
         with suppress(CorruptCheckpointError), StoredFolder(self.target) as old:
             names = {*old.names(), TABLES_NAME} - {MANIFEST_NAME}

@@ -19,7 +19,7 @@ from unified_ckpt.files import (
     sync_file,
     write_at,
 )
-from unified_ckpt.files.format import MANIFEST_NAME, data_folder, read_manifest
+from unified_ckpt.files.format import MANIFEST_NAME, Manifest, read_manifest
 from unified_ckpt.files.format.tables import TABLES_NAME
 
 _OF_SAVES = (".safetensors", ".safetensors.index.json")  # where no manifest can tell
@@ -66,7 +66,9 @@ def keep_files(
 def _foreign(opened: OpenFolder) -> tuple[set[str], bool]:
     """Return the names of files that the manifest does not list, and whether it could be read."""
     try:
-        if opened.size(MANIFEST_NAME) is not None and data_folder(opened.read(MANIFEST_NAME)):
+        if opened.size(MANIFEST_NAME) is not None and Manifest.folder_in(
+            opened.read(MANIFEST_NAME)
+        ):
             return _foreign_in_store(opened), True
         manifest = read_manifest(opened)
     except CorruptCheckpointError:
