@@ -189,12 +189,12 @@ def set_num_threads(wanted: int | None = None) -> None:
     torch.set_num_threads(wanted or max(1, cores // ranks))
 
 
-def start(config: Config) -> Parallel:
+def start(config: Config, *, is_alone: bool = False) -> Parallel:
     """Join the training job and make every group; see `join`."""
-    return join(config.parallel, config.train.device)
+    return join(config.parallel, config.train.device, is_alone=is_alone)
 
 
-def join(config: ParallelConfig, wanted_device: str) -> Parallel:
+def join(config: ParallelConfig, wanted_device: str, *, is_alone: bool = False) -> Parallel:
     """Join the ranks of this layout and make every group. Collective over all ranks.
 
     Uses the process group of the caller if there is one, else the environment of torchrun: on CUDA
@@ -223,7 +223,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     along_experts = partial(along, of=expert_mesh(config))
     dp_group, data_group = along_experts("dp"), along("dp", "ep")
     overlaps = config.overlap_grad_reduce or config.sharding > 1
-    forwards, backwards = _pipeline_groups(mesh, config) if config.pp > 1 else (None, None)
+    forwards, backwards = _pipeline_groups(mesh, config, is_alone=is_alone)
     attention = _AttentionGroups.of(config, partial(along, of=sample_mesh(config)), overlaps)
     last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
     return Parallel(
@@ -251,6 +251,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         tensor_reduce_group=attention.tensor_reduce,
         tp=TensorParallel(rank=rank % config.tp, size=config.tp, group=attention.tp),
         cut=cut_of(config, rank % (config.cp * config.tp)),
+        is_alone=is_alone,
     )
 
 
@@ -264,9 +265,14 @@ def _check_ranks(config: ParallelConfig, num_ranks: int) -> None:
 
 
 def _pipeline_groups(
-    mesh: ProcessMesh, config: ParallelConfig
+    mesh: ProcessMesh, config: ParallelConfig, *, is_alone: bool
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """This rank's groups of its pipeline, forwards and backwards. Collective over all ranks."""
+    if config.pp == 1:
+        return None, None
+    if is_alone:  # nobody is there to be connected to
+        forwards, backwards = (_group_of(mesh.groups("pp"), dist.get_rank(), config) for _ in "fb")
+        return forwards, backwards
     made = make_pipeline_groups(list(mesh.groups("pp")), timeout_s=config.timeout_s)
     for group in (made.forward, made.backward):
         set_agreement(AgreementPolicy(every=config.agreement_every), group=group)

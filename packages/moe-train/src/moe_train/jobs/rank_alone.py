@@ -141,7 +141,7 @@ def _alone(config: Config, rank: int) -> Iterator[Parallel]:
     know_fp8_products()
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=config.world_size)
     try:
-        parallel = start(config)
+        parallel = start(config, is_alone=True)
         groups = (
             dist.group.WORLD,
             parallel.ep_group,
@@ -159,6 +159,6 @@ def _alone(config: Config, rank: int) -> Iterator[Parallel]:
         )
         for group in filter(None, groups):
             stand_alone(group)
-        yield replace(parallel, is_alone=True)
+        yield parallel
     finally:
         dist.destroy_process_group()
