@@ -55,7 +55,10 @@ def lora(
     sources = (*catalog.files, str(found.path.absolute()))
     work = Computations(num_sources=len(sources))
     untied = _untied(catalog, found)
-    changed = dict(_changed(catalog, found, work))
+    # What becomes a tensor of its own changes none that is stored.
+    apart = {tensor.key for tensor in untied}
+    others = {key: tensor for key, tensor in found.replaced.items() if key not in apart}
+    changed = dict(_changed(catalog, replace(found, replaced=others), work))
     tensors = [
         changed.get(key) or replace(PlannedTensor.of(tensor), order=(natural_key(key), 0, 0))
         for key, tensor in catalog.tensors.items()
@@ -133,8 +136,6 @@ def _changed(
             ),
         )
     for key, tensor in adapter.replaced.items():
-        if key == _HEAD and _untied(catalog, adapter):
-            continue
         stored = catalog.tensors.get(key)
         if stored is None or stored.shape != tensor.shape:
             raise _unfitting(adapter, tensor, catalog)
