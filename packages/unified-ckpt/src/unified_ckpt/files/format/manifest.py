@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from unified_ckpt.errors import MALFORMED, CheckpointValueError, CorruptCheckpointError
-from unified_ckpt.files import ReadFolder
+from unified_ckpt.files import ReadFolder, read_at, size_of
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.files.format.tables import (
     TABLES_NAME,
@@ -36,6 +36,7 @@ _VERSION = 3  # the same manifest as 2; `unified_ckpt.json` beside it says the t
 _VERSION_IN_PARTS = 4
 _READ_VERSIONS = (2, _VERSION, _VERSION_IN_PARTS)
 _TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n\Z')
+_TAIL_BYTES = 4096  # of a manifest, more than the name of a folder takes there
 _DATA_TAIL = re.compile(rb',"data":"([^"\\]+)","crc32":"[0-9a-f]{8}"}\n\Z')
 
 
@@ -67,6 +68,17 @@ class Manifest:
         """
         found = _DATA_TAIL.search(raw)
         return "" if found is None else found[1].decode(errors="replace")
+
+    @staticmethod
+    def folder_of(opened: ReadFolder) -> str:
+        """As `folder_in`, of a directory of which the manifest's end is read; "" without one."""
+        if opened.size(MANIFEST_NAME) is None:
+            return ""
+        with opened.open(MANIFEST_NAME) as file:
+            num_bytes = size_of(file)
+            end = bytearray(min(_TAIL_BYTES, num_bytes))
+            read_at(file, [memoryview(end)], num_bytes - len(end))
+        return Manifest.folder_in(bytes(end))
 
 
 def encode_manifest(

@@ -236,9 +236,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 def _lies_apart(folder: OpenFolder) -> bool:
     """Whether the manifest of a directory names another folder for its files."""
     with suppress(LoadError):  # who reads the manifest says why it cannot be read
-        return folder.size(MANIFEST_NAME) is not None and bool(
-            Manifest.folder_in(folder.read(MANIFEST_NAME))
-        )
+        return bool(Manifest.folder_of(folder))
     return False
 
 

@@ -66,9 +66,7 @@ def keep_files(
 def _foreign(opened: OpenFolder) -> tuple[set[str], bool]:
     """Return the names of files that the manifest does not list, and whether it could be read."""
     try:
-        if opened.size(MANIFEST_NAME) is not None and Manifest.folder_in(
-            opened.read(MANIFEST_NAME)
-        ):
+        if Manifest.folder_of(opened):
             return _foreign_in_store(opened), True
         manifest = read_manifest(opened)
     except CorruptCheckpointError:
