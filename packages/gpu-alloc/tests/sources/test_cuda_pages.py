@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_alloc.errors import AllocError
 from gpu_alloc.sources import CudaSource
 
 PROGRAM = str(Path(__file__).with_name("pages_on_stub.py"))
@@ -49,5 +50,27 @@ def test_gpu_pages_are_mapped_written_and_given_back() -> None:
     assert source.map(start, 2 << 20)
     cupy.cuda.runtime.memset(start, 7, 2 << 20)
     source.unmap(start, 2 << 20)
+    with pytest.raises(AllocError, match="cuMemMap"):
+        source.map(start + (6 << 20), 4 << 20)  # half of it is not of these addresses
+    assert source.map(start + (6 << 20), 2 << 20)  # nothing stayed of the refused half
+    source.unmap(start + (6 << 20), 2 << 20)
     source.release(start, 8 << 20)
-    assert not source.map(start, 1 << 50)
+    with pytest.raises(AllocError, match="cuMemMap on device 0 ended with CUDA's error 1"):
+        source.map(start, 2 << 20)  # an address that is reserved no more
+
+
+@pytest.mark.gpu(needs="driver for pages")
+def test_gpu_pages_that_the_card_has_no_room_for_leave_none_behind() -> None:
+    cupy = pytest.importorskip("cupy")
+    source = CudaSource.in_pages(0)
+    start = source.acquire(1 << 30)
+    assert start is not None
+    free_bytes, _ = cupy.cuda.runtime.memGetInfo()
+    taken = cupy.cuda.runtime.malloc(free_bytes - (256 << 20))
+    before, _ = cupy.cuda.runtime.memGetInfo()
+    assert not source.map(start, 1 << 30)
+    assert cupy.cuda.runtime.memGetInfo()[0] == before
+    assert source.map(start, 2 << 20)
+    source.unmap(start, 2 << 20)
+    cupy.cuda.runtime.free(taken)
+    source.release(start, 1 << 30)

@@ -224,17 +224,23 @@ def test_device_states_are_saved_as_they_were_and_cost_less_than_a_pinned_copy(
     copy_s = time.perf_counter() - started
     zero_cost = ZeroCostSaver(saver, num_microbatches=8)
     zero_cost.prepare(state)
+    work, product = torch.rand(2, 4096, 4096, device="cuda")
+    torch.mm(work, work, out=product)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for step in range(3):
         weight.fill_(float(step))
         offloaded.fill_(float(step))
-        zero_cost.begin_save(state, checkpoint_id=tmp_path / f"checkpoint-{step}")
+        saved = zero_cost.begin_save(state, checkpoint_id=tmp_path / f"checkpoint-{step}")
         for _ in range(8):
             zero_cost.offload_chunk()
+            for _ in range(4):
+                torch.mm(work, work, out=product)
+            torch.cuda.synchronize()  # a microbatch ends with a loss that the host reads
         zero_cost.finish()
         weight.fill_(-1.0)
         offloaded.fill_(-1.0)
+        saved.result(timeout=60)  # there are more steps than saves
     assert torch.cuda.max_memory_allocated() == before
     assert zero_cost.stall_s / 3 < copy_s
     weight.fill_(3.0)

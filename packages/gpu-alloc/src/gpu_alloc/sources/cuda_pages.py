@@ -74,11 +74,11 @@ class CudaPagedSource(PagedSource):
     def map(self, ptr: int, size_bytes: int) -> bool:
         """See `PagedSource.map`. Raises AllocError for what is not a lack of room."""
         end = ptr + size_bytes
-        for page in range(ptr, end, self.granularity_bytes):
-            if not self._map_page(page):
-                self._unmap_pages(ptr, page)
-                return False
         try:
+            for page in range(ptr, end, self.granularity_bytes):
+                if not self._map_page(page):
+                    self._unmap_pages(ptr, page)
+                    return False
             access, one = ctypes.byref(self._access), _SIZE(1)
             self._call("cuMemSetAccess", _NUMBER(ptr), _SIZE(size_bytes), access, one)
         except AllocError:

@@ -6,6 +6,7 @@
 Dims: T tokens, K choices, R choices of an expert, sorted by expert and among them by token.
 """
 
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import torch
@@ -24,17 +25,15 @@ class ExpertOrder(NamedTuple):
 
     @classmethod
     def of(cls, topk_idx_TK: Tensor, *, num_experts: int) -> "ExpertOrder":
-        """Sort choices, int64 [T, K], -1 for none. On CUDA it waits for the counts."""
-        flat = topk_idx_TK.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        # The first count is of all numbers below -1.
-        below, none, *counts = torch.bincount(
-            flat.clamp(min=-2) + 2, minlength=num_experts + 2
-        ).tolist()
-        if below or len(counts) > num_experts:
-            wrong = int(flat.min()) if below else len(counts) - 1
+        """Sort choices, int64 [T, K], -1 for none. On CUDA it waits for the counts, once."""
+        expert_R, order = torch.sort(topk_idx_TK.reshape(-1), stable=True)
+        edges = torch.arange(-1, num_experts + 1, device=order.device)
+        # Where the rows of -1, of each expert, and of what no expert has, begin.
+        begin, *begins = torch.searchsorted(expert_R, edges).tolist()
+        if begin > 0 or begins[-1] < len(order):
+            wrong = int(expert_R[0] if begin else expert_R[-1])
             raise MoEValueError(
                 f"topk_idx names expert {wrong}, but there are {num_experts} experts; "
                 f"use 0..{num_experts - 1}, or -1 for none"
             )
-        return cls(order[none:], tuple(counts))
+        return cls(order[begins[0] :], tuple(b - a for a, b in pairwise(begins)))

@@ -156,7 +156,7 @@ def count_load(
         num_sequences = _num_sequences(sequence_load_BX, token_idx_N) if first else 0
     load_E = plan.counts_E
     if groups.tokens is not None:
-        own_X = torch.cat([load_E, load_E.new_tensor([num_tokens, num_sequences])])
+        own_X = _with_counts(load_E, num_tokens, num_sequences)
         total_X = all_reduce(own_X, group=groups.tokens, timeout_s=groups.timeout_s)
         load_E = total_X[:-2]
         num_tokens, num_sequences = total_X[-2:].tolist()
@@ -203,7 +203,7 @@ def global_batch_shares(
     if config.losses.router_aux_loss_coef == 0:
         return tuple(term.prob_sum_E.new_zeros(()) for term in terms)
     counts_E = torch.stack([term.counts_E for term in terms]).sum(dim=0)
-    load_X = torch.cat([counts_E, counts_E.new_tensor([sum(term.num_tokens for term in terms)])])
+    load_X = _with_counts(counts_E, sum(term.num_tokens for term in terms))
     if groups.tokens is not None:
         load_X = all_reduce(load_X, group=groups.tokens, timeout_s=groups.timeout_s)
     factor_E = _factors(load_X[None], 1, config, terms[0].prob_sum_E.dtype)[0]
@@ -223,7 +223,7 @@ def _aux_share(
     if losses.router_aux_loss_coef == 0 or losses.moe_aux_loss_scope == "global_batch":
         return probs_TE.new_zeros(())
     if not _by_sequence(config) or plan.sequence_load_BX is None:
-        load_X = torch.cat([load_E, load_E.new_tensor([num_tokens])])
+        load_X = _with_counts(load_E, num_tokens)
         factor_BE = _factors(load_X[None], 1, config, probs_TE.dtype)
         return (factor_BE[0] * probs_TE.sum(dim=0)).sum()
     shape = _checked_shape(sequence_shape, probs_TE.shape[0], token_idx_N)
@@ -234,6 +234,11 @@ def _aux_share(
     # Not -1: of no tokens it could be anything.
     probs_BSE = probs_TE.reshape(*shape, probs_TE.shape[1])
     return (factor_BE * probs_BSE.sum(dim=1)).sum()
+
+
+def _with_counts(load_E: Tensor, *counts: int) -> Tensor:
+    """The load and these numbers behind it; filled on the device, for copies stop the host."""
+    return torch.cat([load_E, *(load_E.new_full((1,), count) for count in counts)])
 
 
 def _z_share(logits_TE: Tensor, num_tokens: int, config: MoEConfig) -> Tensor:

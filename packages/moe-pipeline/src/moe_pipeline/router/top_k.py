@@ -212,7 +212,9 @@ class TopKRouter(nn.Module):
 
 def rows_per_expert(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
     """Return int64 [E]: how often each expert is chosen; -1 is not counted."""
-    return torch.bincount(topk_idx_TK.reshape(-1) + 1, minlength=num_experts + 1)[1:]
+    # No bincount: on a device the host waits for it.
+    bins = topk_idx_TK.reshape(-1) + 1
+    return bins.new_zeros(num_experts + 1).scatter_add_(0, bins, torch.ones_like(bins))[1:]
 
 
 def _check_choice(topk_idx_TK: Tensor, num_tokens: int, num_experts: int) -> None:

@@ -7,6 +7,7 @@ Legend: T tokens, K choices per token, N choices that name an expert, M rows, D 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -100,24 +101,21 @@ def sort_choices(topk_idx_TK: torch.Tensor, num_experts: int) -> SortedChoices:
     Raises:
         ValueError: a choice is neither -1 nor an expert.
     """
-    flat = topk_idx_TK.reshape(-1)
-    # Ahead of bincount, which allocates as many counters as the largest number asks for.
-    lowest, highest = (int(end) for end in flat.aminmax()) if flat.numel() else (0, 0)
-    for choice in (lowest, highest):
-        if not -1 <= choice < num_experts:
-            raise CommValueError(
-                f"topk_idx holds {choice} but num_experts={num_experts}; every choice must be an "
-                f"expert in 0..{num_experts - 1}, or -1 for none"
-            )
-    if lowest < 0:
-        num_none, *counts_E = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
-    else:
-        num_none, counts_E = 0, torch.bincount(flat, minlength=num_experts).tolist()
+    expert_N, order_N = topk_idx_TK.reshape(-1).sort(stable=True)
+    edges = torch.arange(-1, num_experts + 1, device=order_N.device)
+    # Where the choices of none, of each expert, and of what is no expert, begin: one wait.
+    begin, *begins = torch.searchsorted(expert_N, edges).tolist()
+    if begin > 0 or begins[-1] < order_N.numel():
+        choice = int(expert_N[0] if begin else expert_N[-1])
+        raise CommValueError(
+            f"topk_idx holds {choice} but num_experts={num_experts}; every choice must be an "
+            f"expert in 0..{num_experts - 1}, or -1 for none"
+        )
     return SortedChoices(
-        order_N=torch.argsort(flat, stable=True)[num_none:],
+        order_N=order_N[begins[0] :],
         num_tokens=topk_idx_TK.shape[0],
         num_choices=topk_idx_TK.shape[1],
-        counts_E=tuple(counts_E),
+        counts_E=tuple(last - first for first, last in pairwise(begins)),
     )
 
 
