@@ -126,7 +126,9 @@ def test_gpu_storages_are_copied_once_and_parameters_not_at_all(seed):
     with offload:
         loss = function().sum()
     size = 256 * 64 * 4
-    assert offload.offloaded_bytes == 2 * size  # hidden, of which both products keep a view, and exp
+    assert (
+        offload.offloaded_bytes == 2 * size
+    )  # hidden, of which both products keep a view, and exp
     assert_close(torch.autograd.grad(loss, [x, weight]), expected, atol=0, rtol=0)
 
 

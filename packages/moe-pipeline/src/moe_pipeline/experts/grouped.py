@@ -53,8 +53,7 @@ def grouped_experts(
     """
     counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32)
     offsets = counts.cumsum(0, dtype=torch.int32)
-    if x_RD.is_cuda:
-        # The host does not wait for copies of pinned memory.
+    if x_RD.is_cuda:  # of pinned memory, so that the host does not wait for the copy
         offsets = offsets.pin_memory().to(x_RD.device, non_blocking=True)
     pre_RG = product(x_RD.contiguous(), weights.gate_up_EGD, offsets)
     if weights.gate_up_bias_EG is not None:

@@ -212,8 +212,7 @@ class TopKRouter(nn.Module):
 
 def rows_per_expert(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
     """Return int64 [E]: how often each expert is chosen; -1 is not counted."""
-    # No bincount: on a device the host waits for it.
-    bins = topk_idx_TK.reshape(-1) + 1
+    bins = topk_idx_TK.reshape(-1) + 1  # no bincount: on a device the host waits for it
     return bins.new_zeros(num_experts + 1).scatter_add_(0, bins, torch.ones_like(bins))[1:]
 
 
