@@ -126,9 +126,8 @@ def test_gpu_storages_are_copied_once_and_parameters_not_at_all(seed):
     with offload:
         loss = function().sum()
     size = 256 * 64 * 4
-    assert (
-        offload.offloaded_bytes == 2 * size
-    )  # hidden, of which both products keep a view, and exp
+    # Hidden, of which both products keep a view, and the exponential.
+    assert offload.offloaded_bytes == 2 * size
     assert_close(torch.autograd.grad(loss, [x, weight]), expected, atol=0, rtol=0)
 
 

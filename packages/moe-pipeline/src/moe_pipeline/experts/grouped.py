@@ -52,9 +52,9 @@ def grouped_experts(
     which end at `offsets[e]`, times its transposed weight, which may have any strides.
     """
     counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32)
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    if x_RD.is_cuda:  # of pinned memory, so that the host does not wait for the copy
-        offsets = offsets.pin_memory().to(x_RD.device, non_blocking=True)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    # For copies of pinned memory the host does not wait.
+    offsets = (ends.pin_memory() if x_RD.is_cuda else ends).to(x_RD.device, non_blocking=True)
     pre_RG = product(x_RD.contiguous(), weights.gate_up_EGD, offsets)
     if weights.gate_up_bias_EG is not None:
         pre_RG = pre_RG + _per_row(weights.gate_up_bias_EG, counts)
