@@ -76,6 +76,19 @@ def test_simulate_reads_files_and_wants_sizes_for_names(capsys, tmp_path):
     assert "plan: 2 stages on 2 ranks, 3 microbatches\nmakespan 12" in capsys.readouterr().out
     assert main(["simulate", "1f1b"]) == 2
     assert "1f1b needs --stages and --microbatches" in capsys.readouterr().err
+    assert main(["simulate", str(path), "--microbatches", "8"]) == 2
+    assert "is read as a file, which has its own" in capsys.readouterr().err
+
+
+def test_simulate_says_what_is_wrong_with_a_file(capsys, tmp_path):
+    path = tmp_path / "half.csv"
+    path.write_text("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    assert main(["simulate", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "0B1" in printed.err and not printed.out
+    path.write_text(to_csv(dualpipe(4, 4)), encoding="utf-8")
+    assert main(["simulate", str(path)]) == 1
+    assert main(["simulate", str(path), "--copies", "2"]) == 0
 
 
 def test_a_plan_passes_check_and_keeps_its_cap(capsys, tmp_path):

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizes(simulation, required=False)
     _add_costs(simulation)
     simulation.add_argument("--svg", type=Path, help="write the timeline there")
+    _add_copies(simulation, "of a file: ")
     planned = commands.add_parser("plan", help="the best schedule under a memory cap")
     _add_sizes(planned)
     _add_costs(planned)
@@ -74,10 +75,17 @@ def _parser() -> argparse.ArgumentParser:
         help="instead, as on NCCL: the transfers of a pair of ranks are done in order on each of "
         "so many, and sends wait for their receives",
     )
-    check_command.add_argument(
-        "--copies", type=int, default=1, help="ranks on which a stage may lie (DualPipe: 2)"
-    )
+    _add_copies(check_command)
     return parser
+
+
+def _add_copies(parser: argparse.ArgumentParser, of_what: str = "") -> None:
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        help=f"{of_what}ranks on which a stage may lie (DualPipe: 2)",
+    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -130,12 +138,22 @@ def _schedule(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    sizes = (arguments.stages, arguments.microbatches)
     if arguments.what in SCHEDULES:
-        if arguments.stages is None or arguments.microbatches is None:
+        if None in sizes:
             raise MoEValueError(f"{arguments.what} needs --stages and --microbatches")
-        schedule = SCHEDULES[arguments.what](arguments.stages, arguments.microbatches)
+        schedule = SCHEDULES[arguments.what](*sizes)
+    elif sizes != (None, None):
+        raise MoEValueError(
+            f"--stages and --microbatches are for schedules by name ({', '.join(sorted(SCHEDULES))}"
+            f"); {arguments.what} is read as a file, which has its own"
+        )
     else:
-        schedule = read_csv(Path(arguments.what))
+        schedule = read_csv(Path(arguments.what), copies=arguments.copies)
+        problems = check(add_transfers(schedule) if _has_no_transfers(schedule) else schedule)
+        if problems:  # times of a table that cannot run would be of another one
+            print("\n".join(map(str, problems)), file=sys.stderr)
+            return 1
     costs = _costs(arguments)
     print(_summary(schedule, costs))
     if arguments.svg:

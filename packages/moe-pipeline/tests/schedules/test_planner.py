@@ -294,6 +294,20 @@ def test_a_cap_below_one_microbatch_is_refused():
         plan(StageCosts(activation_bytes=10), 2, 4, 19)
 
 
+@pytest.mark.parametrize(("m", "cap"), [(1, 15), (1, 11), (6, 11), (6, 25)])
+def test_a_cap_that_only_a_loop_keeps_is_kept(m, cap):
+    # In a V the first and the last stage meet on a rank and need 20 bytes; in a loop 11.
+    costs = [StageCosts(activation_bytes=b) for b in (10, 1, 1, 10)]
+    planned = plan(costs, 2, m, cap)
+    assert not check(planned)
+    assert max(simulate(planned, costs).peak_bytes) <= cap
+    if cap < 20:
+        with pytest.raises(ValueError, match="less than the 20 bytes"):
+            plan(costs, 2, m, cap, folded=True)
+    with pytest.raises(ValueError, match="memory_cap_bytes=10 is less than the 11 bytes"):
+        plan(costs, 2, m, 10)
+
+
 def test_costs_of_every_stage_are_wanted():
     with pytest.raises(ValueError, match="expected costs of 4 stages, got 2"):
         plan([StageCosts()] * 2, 2, 4, 19)

@@ -31,6 +31,7 @@ from moe_pipeline.schedules.generators import (
     Task,
     check_sizes,
     dualpipe_v,
+    finish,
     interleaved_1f1b,
     rows_of_block,
     run_policy,
@@ -92,13 +93,15 @@ def plan(
 
     Raises:
         ValueError: a size below 1, costs of another number of stages, or a cap below what one
-            microbatch needs.
+            microbatch needs, in a V and, unless `folded`, in a loop.
     """
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     check_finite("memory_cap_bytes", memory_cap_bytes)
     table = costs_of_stages(costs, 2 * num_ranks)
-    pairs = zip(table[:num_ranks], reversed(table), strict=False)
-    least = max(down.activation_bytes + up.activation_bytes for down, up in pairs)
+    first, last = table[:num_ranks], table[num_ranks:]
+    in_a_v = _least_bytes(first, last[::-1])
+    in_a_loop = _least_bytes(first, last)
+    least = in_a_v if folded else min(in_a_v, in_a_loop)
     if memory_cap_bytes < least:
         raise MoEValueError(
             f"memory_cap_bytes={memory_cap_bytes} is less than the {least} bytes that one "
@@ -110,23 +113,52 @@ def plan(
         costs=table,
         memory_cap_bytes=memory_cap_bytes,
     )
-    best = _Best(task)
-    best.try_named(_FOLDED if folded else (*_FOLDED, interleaved_1f1b))
-    best.try_blocks()
-    best.try_policies()
+    best = _Best(task, folded=folded)
+    if memory_cap_bytes >= in_a_v:
+        best.try_named(_FOLDED if folded else (*_FOLDED, interleaved_1f1b))
+        best.try_blocks()
+        best.try_policies()
+    else:
+        best.try_named((interleaved_1f1b, _one_at_a_time))
     best.try_orders()
     return best.schedule()
+
+
+def _least_bytes(first: Sequence[StageCosts], second: Sequence[StageCosts]) -> int:
+    """What one microbatch needs on some rank; each rank has a first and a second stage."""
+    pairs = zip(first, second, strict=True)
+    return max(one.activation_bytes + other.activation_bytes for one, other in pairs)
+
+
+def _one_at_a_time(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stages in a loop, and each microbatch to its end before the next: what fits if any does."""
+    rows = [
+        [
+            Action(stage, kind, m)
+            for m in range(num_microbatches)
+            for stages, kind in (
+                ((rank, rank + num_ranks), Kind.FORWARD),
+                ((rank + num_ranks, rank), Kind.BACKWARD),
+            )
+            for stage in stages
+        ]
+        for rank in range(num_ranks)
+    ]
+    return finish("one_at_a_time", rows, num_microbatches, num_stages=2 * num_ranks)
 
 
 @final
 class _Best:
     """The fastest candidate so far; stops when it is as fast as any can be."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, folded: bool) -> None:
         self._task = task
         self._size = 6 * task.num_ranks * task.num_microbatches
         self._makespan = float("inf")
-        self._bound = _lower_bound(task)
+        last = task.costs[task.num_ranks :]
+        self._bound = _lower_bound(task, last[::-1])
+        if not folded:
+            self._bound = min(self._bound, _lower_bound(task, last))
         self._fastest: Schedule | None = None
         self._starts: list[tuple[float, Schedule]] = []
 
@@ -218,11 +250,13 @@ class _Best:
         return found.makespan_s
 
 
-def _lower_bound(task: Task) -> float:
-    """No rank can start before its first input comes, nor end before its work is done."""
+def _lower_bound(task: Task, others: Sequence[StageCosts]) -> float:
+    """No rank can start before its first input comes, nor end before its work is done.
+
+    `others` are the ranks' second stages.
+    """
     bound = begin = 0.0
-    for rank in range(task.num_ranks):
-        pair = (task.costs[rank], task.costs[-1 - rank])
+    for pair in zip(task.costs, others, strict=False):
         work = sum(c.forward_s + c.input_gradient_s + c.weight_gradient_s for c in pair)
         bound = max(bound, begin + work * task.num_microbatches)
         begin += pair[0].forward_s + pair[0].forward_transfer_s

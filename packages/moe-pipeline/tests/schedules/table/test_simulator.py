@@ -11,7 +11,7 @@ from moe_pipeline.schedules.generators.basic import forward_only, one_f_one_b
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
 from moe_pipeline.schedules.table.costs import StageCosts
 from moe_pipeline.schedules.table.schedule import COMPUTE, Action, Schedule
-from moe_pipeline.schedules.table.simulator import simulate
+from moe_pipeline.schedules.table.simulator import Simulation, simulate
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,16 @@ def test_a_schedule_that_waits_for_ever_is_named():
     rows = (tuple(map(Action.parse, ["0B0", "0F0"])),)
     with pytest.raises(ScheduleError, match="schedule t cannot run: 0B0 wait for ever"):
         simulate(Schedule(name="t", num_stages=1, num_microbatches=1, ranks=rows))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_costs_are_those_that_a_schedule_was_simulated_with(name):
+    schedule = SCHEDULES[name](4, 8)
+    costs = [
+        StageCosts(forward_s=1 + stage, input_gradient_s=2 + stage, weight_gradient_s=3 + stage)
+        for stage in range(schedule.num_stages)
+    ]
+    for stage, found in enumerate(Simulation.measured(simulate(schedule, costs).spans).costs()):
+        assert found.forward_s == pytest.approx(1 + stage)
+        if schedule.has_backward:
+            assert found.input_gradient_s + found.weight_gradient_s == pytest.approx(5 + 2 * stage)

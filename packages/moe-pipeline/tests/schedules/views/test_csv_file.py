@@ -33,9 +33,25 @@ def test_csv_of_a_file_is_named_after_it(tmp_path):
     assert read_csv(path).name == "mine"
 
 
-def test_idle_cells_and_blank_lines_are_skipped():
-    schedule = from_csv("0F0,,0B0\n\n,1F0, 1B0 ,\n")
+def test_idle_cells_and_blank_lines_at_the_end_are_skipped():
+    schedule = from_csv("0F0,,0B0\n,1F0, 1B0 ,\n\n \n")
     assert [[str(a) for a in row] for row in schedule.ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_an_idle_rank_keeps_its_row(idle):
+    rows = list(one_f_one_b(2, 3).ranks)
+    rows.insert(idle, ())
+    schedule = replace(one_f_one_b(2, 3), ranks=tuple(rows))
+    assert from_csv(to_csv(schedule), name=schedule.name) == schedule
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_blank_line_is_an_idle_rank_as_in_torch(idle):
+    lines = ["0F0,0B0\n", "1F0,1B0\n"]
+    lines.insert(idle, "\n")
+    ranks = from_csv("".join(lines)).ranks
+    assert [bool(row) for row in ranks] == [number != idle for number in range(3)]
 
 
 def test_schedules_exported_by_torch_load():

@@ -1,6 +1,7 @@
 """A schedule as CSV, in the layout of `torch.distributed.pipelining`.
 
-One row per rank and one action per cell; an empty cell means idle. torch exports the computations
+One row per rank and one action per cell; an empty cell means idle, and so does a line without any,
+but for blank lines at the end, which are an editor's. torch exports the computations
 with or without transfers: `add_transfers` completes the latter. What torch also writes and a
 schedule here does not have is read so: `(2F1;3B0)OVERLAP_F_B` as its parts, in order, of which the
 first is `paired` (pairs and copies are not written); actions on sharded parameters and waits for
@@ -23,8 +24,8 @@ _SKIPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD|WAIT_SE
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row per rank, its actions separated by commas."""
-    return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks)
+    """One row per rank, its actions separated by commas; a rank without actions has empty cells."""
+    return "".join((",".join(map(str, row)) or ",") + "\n" for row in schedule.ranks)
 
 
 def from_csv(text: str, *, name: str = "csv", copies: int = 1) -> Schedule:
@@ -39,9 +40,7 @@ def from_csv(text: str, *, name: str = "csv", copies: int = 1) -> Schedule:
     """
     paired: set[Action] = set()
     ranks = tuple(
-        tuple(_cells(line, row, paired))
-        for row, line in enumerate(text.splitlines())
-        if line.strip()
+        tuple(_cells(line, row, paired)) for row, line in enumerate(text.rstrip().splitlines())
     )
     actions = [action for row in ranks for action in row]
     if not actions:
