@@ -115,6 +115,8 @@ LINES_ADDED = {
     # Scripts run on the pools by a command; cores that arrays outlive.
     # torch's rules with expandable segments.
     # An account of memory that a script has broken is said.
+    # Several devices in a process: whose memory is asked of which, recorded, named by a command.
+    # Events that fail and calls that are broken off; memory of dropped allocators. Pages drawn.
     "gpu-alloc": 1_130
     + 20
     + 1_170
@@ -130,7 +132,8 @@ LINES_ADDED = {
     + 85
     + 225
     + 237
-    + 25,
+    + 25
+    + 235,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.

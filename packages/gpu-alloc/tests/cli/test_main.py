@@ -144,3 +144,9 @@ def test_help_and_commands_import_neither_torch_nor_cupy() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "replay" in done.stdout
+
+
+def test_sizes_are_shown_with_pages_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sizes", "1000", "5MiB", "--json", "--conf", "use_virtual_memory:true"]) == 0
+    rows = json.loads(capsys.readouterr().out)["sizes"]
+    assert [row["first_chunk_bytes"] for row in rows] == [2 << 20, 6 << 20]

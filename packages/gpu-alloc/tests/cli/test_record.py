@@ -40,6 +40,28 @@ def test_a_script_is_recorded_and_ends_with_its_own_status(
     assert "events of torch" in said.err
 
 
+def test_the_trace_is_written_where_it_was_said_whatever_folder_the_script_goes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="the script uses torch")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import os, torch\nos.chdir('elsewhere')\nkept = torch.zeros(10)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["record", "-o", "trace.jsonl", "--of", "torch", "script.py"]) == 0
+    assert load_trace(tmp_path / "trace.jsonl")[0].size_bytes == 40
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text("raise RuntimeError('it ran')\n")
+    out = str(tmp_path / "none" / "trace.jsonl")
+    assert main(["record", "-o", out, "--of", "torch", str(tmp_path / "script.py")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_a_script_that_raises_leaves_its_trace(tmp_path: Path) -> None:
     script = "import torch\nkept = torch.zeros(10)\nraise MemoryError('no more')\n"
     with pytest.raises(MemoryError, match="no more"):
@@ -90,3 +112,17 @@ def test_what_cannot_be_recorded_is_said(
     assert not (tmp_path / "trace.jsonl").exists()
     assert main(["record", "--of", "torch", str(tmp_path / "none.py")]) == 2
     assert "none.py is no file" in capsys.readouterr().err
+
+
+def test_each_device_of_torch_has_a_trace_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "import torch\na = torch.zeros(10)\nb = torch.zeros(7, device='meta')\ndel a\n"
+    assert _record(tmp_path, script) == 0
+    said = capsys.readouterr().err
+    assert "2 events of torch-cpu" in said
+    assert "2 events of torch-meta" in said
+    on_cpu = load_trace(tmp_path / "trace.torch-cpu.jsonl")
+    assert [(e.action, e.size_bytes) for e in on_cpu] == [("alloc", 40), ("free", 40)]
+    on_meta = load_trace(tmp_path / "trace.torch-meta.jsonl")
+    assert [(e.action, e.size_bytes) for e in on_meta] == [("alloc", 28), ("free", 28)]

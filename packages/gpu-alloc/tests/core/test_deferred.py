@@ -147,6 +147,30 @@ def test_a_trace_has_nothing_of_a_block_that_was_freed_before_it_and_waits() -> 
     assert [event.action for event in allocator.stop_recording()] == ["alloc"]
 
 
+def test_a_wait_that_is_broken_off_loses_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, events = _allocator(8)
+    block = allocator.malloc(8 * MIB, stream=1)
+    allocator.record_stream(block.ptr, 2)
+    allocator.free(block.ptr)
+
+    def interrupted(event: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            allocator.malloc(8 * MIB, stream=1)
+    again = allocator.malloc(8 * MIB, stream=1)
+    assert again.ptr == block.ptr
+    allocator.free(again.ptr)
+    assert allocator.stats().allocated_bytes == 0
+
+
+def test_no_bytes_are_in_use_on_no_stream() -> None:
+    allocator, _ = _allocator(8)
+    allocator.record_stream(allocator.malloc(0).ptr, 2)
+
+
 def test_wrong_calls_are_refused() -> None:
     allocator, _ = _allocator(64)
     with pytest.raises(InvalidFreeError, match="not allocated here"):

@@ -234,3 +234,43 @@ def test_a_trace_replays_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 24 * MIB < need <= 34 * MIB
     monkeypatch.setattr(module, "is_compiled", lambda: False)
     assert minimal_capacity(trace, CONFIG) == need
+
+
+class BrokenOnce(PagedSource):
+    """Of whose calls of `map` one raises, after nothing was mapped."""
+
+    def __init__(self) -> None:
+        self.pages = PagedAddressSource()
+        self.breaks = False
+
+    def acquire(self, size_bytes: int) -> int | None:
+        return self.pages.acquire(size_bytes)
+
+    def release(self, ptr: int, size_bytes: int) -> None:
+        self.pages.release(ptr, size_bytes)
+
+    def map(self, ptr: int, size_bytes: int) -> bool:
+        if self.breaks:
+            self.breaks = False
+            raise KeyboardInterrupt
+        return self.pages.map(ptr, size_bytes)
+
+    def unmap(self, ptr: int, size_bytes: int) -> None:
+        self.pages.unmap(ptr, size_bytes)
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_a_mapping_that_is_broken_off_loses_nothing(kind: Any) -> None:
+    source = BrokenOnce()
+    allocator = kind(source, CONFIG)
+    first = allocator.malloc(3 * MIB).ptr
+    source.breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        allocator.malloc(9 * MIB)
+    assert check_snapshot(allocator.snapshot()) == []
+    assert allocator.stats().allocated_bytes == 3 * MIB
+    assert allocator.stats().reserved_bytes == source.pages.used_bytes
+    allocator.free(first)
+    allocator.free(allocator.malloc(12 * MIB).ptr)
+    allocator.release_idle(include_pre_allocated=True)
+    assert source.pages.used_bytes == 0

@@ -114,6 +114,19 @@ def test_entering_twice_is_refused_as_by_cupy_and_marks_are_kept(backend: HostBa
         _ = hook.events
 
 
+def test_a_mark_before_the_first_allocation_begins_each_trace(backend: HostBackend) -> None:
+    with TraceHook(backend=backend) as hook:
+        hook.mark("step 1")
+        kept = cupy.ndarray((5,), dtype="u1")
+        hook.mark("step 2")
+    assert kept.nbytes == 5
+    assert [(e.action, e.note) for e in hook.events if e.action == "mark"] == [
+        ("mark", "step 1"),
+        ("mark", "step 2"),
+    ]
+    assert hook.events[1].action == "alloc"
+
+
 def test_the_hook_is_imported_without_cupy() -> None:
     code = "import sys, gpu_alloc.cupy; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

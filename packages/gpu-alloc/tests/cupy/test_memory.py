@@ -63,21 +63,30 @@ def test_a_block_is_freed_by_the_hooks_of_the_thread_that_drops_it() -> None:
     assert (hook.freed, pool.used_bytes()) == (1024, 0)
 
 
+class FirstFails(StreamEvents):
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+
+    def record(self, stream: int) -> int:
+        self.recorded.append(stream)
+        if len(self.recorded) == 1:
+            raise RuntimeError(f"stream {stream} is destroyed")
+        return 0
+
+    def is_done(self, event: int) -> bool:
+        return True
+
+    def wait(self, event: int) -> None:
+        raise NotImplementedError
+
+    def is_capturing(self, stream: int) -> bool:
+        return False
+
+
 def test_an_event_that_fails_when_a_block_is_dropped_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Events(StreamEvents):
-        def record(self, stream: int) -> int:
-            raise RuntimeError(f"stream {stream} is destroyed")
-
-        def is_done(self, event: int) -> bool:
-            return True
-
-        def wait(self, event: int) -> None:
-            raise NotImplementedError
-
-        def is_capturing(self, stream: int) -> bool:
-            return False
+    events = FirstFails()
 
     class Backend(CupyBackend):
         memory = HostSource()
@@ -95,7 +104,7 @@ def test_an_event_that_fails_when_a_block_is_dropped_is_told_of(
             return 0
 
         def events(self, device_id: int) -> StreamEvents:
-            return Events()
+            return events
 
     pool = CupyPool(AllocatorConfig(), backend=Backend())
     pointer = pool.malloc(3 * MIB)
@@ -106,6 +115,8 @@ def test_an_event_that_fails_when_a_block_is_dropped_is_told_of(
     monkeypatch.undo()
     assert told == ["stream 22 is destroyed"]
     assert check_snapshot(pool.allocator().snapshot()) == []  # type: ignore[union-attr]
+    assert events.recorded == [22, 22]  # until then the block was in use for all that was known
+    assert pool.used_bytes() == 0
 
 
 def test_arrays_that_are_garbage_together_with_their_pool_are_freed_once(

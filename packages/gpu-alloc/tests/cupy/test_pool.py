@@ -22,6 +22,7 @@ from gpu_alloc import (  # noqa: E402 - cupy decides whether the file is run at 
     AllocError,
     HostSource,
     InvalidFreeError,
+    LifetimePlan,
     OutOfMemoryError,
     check_snapshot,
 )
@@ -322,6 +323,19 @@ def test_install_that_fails_changes_nothing() -> None:
     uninstall()
 
 
+def test_what_has_no_room_is_cupys_error_and_leaves_nothing_behind() -> None:
+    backend = HostBackend(250 * MIB)
+    plan = LifetimePlan(places=((200 * MIB, 0, 0),), alignment_size=512)
+    pool = CupyPool(AllocatorConfig(large_pool_pre_alloc_in_mb=100), backend=backend, plan=plan)
+    for _ in range(2):
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+            pool.malloc(1000)
+        assert backend.sources[0].used_bytes == 0
+    whole = AllocatorConfig(large_pool_pre_alloc_in_mb=300)
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+        CupyPool(whole, backend=backend).malloc(1000)
+
+
 def test_pool_serves_one_thread_through_using_allocator() -> None:
     backend = HostBackend()
     pool = CupyPool(AllocatorConfig(), backend=backend)
@@ -422,8 +436,9 @@ def test_an_array_used_on_another_stream_is_kept_until_its_work_is_done() -> Non
         assert cupy.ndarray((3 * MIB,), dtype="u1").data.ptr != address
         events.done = True
         assert cupy.ndarray((3 * MIB,), dtype="u1").data.ptr == address
+        pool.record_stream(cupy.ndarray((0,), dtype="u1"), SimpleNamespace(ptr=22))  # of no bytes
         with pytest.raises(AllocError, match="not allocated here"):
-            pool.record_stream(cupy.ndarray((0,), dtype="u1"), SimpleNamespace(ptr=22))
+            pool.allocator().record_stream(address + 1, 22)
 
 
 @pytest.mark.gpu(needs="runtime for CuPy")

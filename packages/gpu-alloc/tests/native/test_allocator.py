@@ -1,7 +1,12 @@
 """What is the compiled core's own; what both cores do is held by tests/core."""
 
 import ctypes
+import gc
+import json
+import subprocess
+import sys
 from array import array
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +91,65 @@ def test_a_run_places_as_the_calls_do_and_stops_where_memory_ends() -> None:
     report = found.last_report()
     assert report is not None
     assert report.message() == caught.value.report.message()
+
+
+def test_a_block_that_is_found_while_a_callback_raises_is_given_back() -> None:
+    class InterruptedOnce(AddressSource):
+        calls = 0
+
+        def acquire(self, size_bytes: int) -> int | None:
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+            return super().acquire(size_bytes)
+
+    allocator = NativeAllocator(InterruptedOnce(), AllocatorConfig())
+    with pytest.raises(KeyboardInterrupt):
+        allocator.malloc(3 * MIB)
+    assert allocator.stats().allocated_bytes == 0
+
+
+def test_a_device_of_more_bytes_than_there_are_numbers_has_no_end() -> None:
+    allocator = NativeAllocator(AddressSource(1 << 64), AllocatorConfig())
+    assert allocator.malloc(MIB).size == MIB
+
+
+def test_cores_call_cuda_on_their_own_device_and_end_no_capture() -> None:
+    program = Path(__file__).parents[1] / "torch" / "arena_on_fakes.py"
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["unused"], facts["used"]) == ([], [1])
+    names = {name for name, _, _ in facts["calls"]}
+    assert names == {"malloc", "free", "record", "query", "is_capturing", "destroy"}
+    assert {(device, mode) for _, device, mode in facts["calls"]} == {(1, 2)}
+    assert facts["after"] == [0, 0]
+    assert facts["marks"] == ["a", "b"]
+    assert [facts[f"reused{of}"] for of in ("_unrecorded", "_unwaited", "")] == [False, False, True]
+
+
+def test_an_allocator_that_is_dropped_gives_its_memory_back() -> None:
+    source = HostSource()
+    allocator = NativeAllocator(source, AllocatorConfig(large_pool_pre_alloc_in_mb=16))
+    allocator.free(allocator.malloc(100 * MIB).ptr)
+    assert source.used_bytes >= 116 * MIB
+    del allocator
+    gc.collect()
+    assert source.used_bytes == 0
+
+
+def test_what_a_callback_raises_is_raised_by_whatever_is_asked_next() -> None:
+    class Interrupted(AddressSource):
+        def release(self, ptr: int, size_bytes: int) -> None:
+            super().release(ptr, size_bytes)
+            raise KeyboardInterrupt
+
+    for ask in ("totals", "snapshot", "plan_use", "last_report", "stats"):
+        allocator = NativeAllocator(Interrupted(), AllocatorConfig(free_idle_chunk=True))
+        ptr = allocator.malloc(3 * MIB).ptr
+        allocator.try_free(ptr)  # says nothing itself
+        with pytest.raises(KeyboardInterrupt):
+            getattr(allocator, ask)()
+        getattr(allocator, ask)()

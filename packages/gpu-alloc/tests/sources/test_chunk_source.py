@@ -1,4 +1,5 @@
 import ctypes
+import os
 
 import pytest
 
@@ -90,3 +91,16 @@ def test_the_hosts_memory_comes_in_pages_or_in_multiples_of_them() -> None:
     for wrong in (0, 100, -4096):
         with pytest.raises(ValueError, match=f"granularity_bytes={wrong} is not of whole pages"):
             HostSource(granularity_bytes=wrong)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_writes_into_memory_of_its_own():
+    source = HostSource()
+    ptr = source.acquire(4096)
+    ctypes.memset(ptr, 1, 1)
+    child = os.fork()
+    if child == 0:
+        ctypes.memset(ptr, 2, 1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ctypes.string_at(ptr, 1) == b"\x01"

@@ -131,9 +131,10 @@ def facts_of_sharing(share: Any) -> dict[str, Any]:
 
 def facts_of_replacement(seconds: float) -> dict[str, Any]:
     arena = replace(CONFIG)
+    facts: dict[str, Any] = {"unused": [memory_stats(arena), arena.devices()]}
     tensor = torch.empty(1000, device="cuda")
     large = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
-    facts: dict[str, Any] = {"pointer": tensor.data_ptr()}
+    facts["pointer"] = tensor.data_ptr()
     facts["stats"] = memory_stats(arena)
     facts["live_in_snapshot"] = sorted(
         (block.ptr, block.requested_bytes)

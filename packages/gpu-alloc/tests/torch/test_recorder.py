@@ -85,6 +85,32 @@ def test_an_operator_that_writes_into_memory_allocates_none(fake: bool) -> None:
     assert sizes == [64, 256, 16]
 
 
+def _sparse(rank: int, world_size: int) -> None:
+    with TraceRecorder() as recorder:
+        table = torch.nn.Embedding(100, 8, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        table(torch.arange(5)).sum().backward()
+        optimizer.step()
+        before = live_bytes(recorder.events)
+        table.weight.grad = None
+        gc.collect()
+        assert before - live_bytes(recorder.events) == 5 * 8 * 4 + 5 * 8  # values, indices
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_are_recorded_by_what_has_their_memory() -> None:
+    run_ranks(_sparse, 1)  # a process that has run a backward cannot fork
+    with TraceRecorder() as recorder:
+        csr = torch.ones(3, 3).to_sparse_csr()
+        assert torch.ones(3, 3).to_mkldnn().is_mkldnn
+        gc.collect()
+        assert live_bytes(recorder.events) >= 9 * 4 + (9 + 4) * 8
+        assert (csr @ torch.ones(3, 3)).sum() == 27
+        del csr
+        gc.collect()
+        assert live_bytes(recorder.events) == 0
+
+
 def test_empty_tensors_and_inplace_operators_record_nothing() -> None:
     x = torch.zeros(8)
     with TraceRecorder() as recorder:
@@ -260,3 +286,19 @@ def test_a_request_that_failed_is_made_by_replays() -> None:
         del held
     found = replay(recorder.events, AllocatorConfig(), 10 << 20)
     assert found.oom is not None and found.oom.requested_bytes == 8 << 20
+
+
+def test_a_trace_of_each_device_has_all_marks_and_its_own_blocks() -> None:
+    with TraceRecorder() as recorder:
+        recorder.mark("step 1")
+        kept = [torch.empty(10, device=device) for device in ("cpu", "meta", "cpu")]
+        recorder.mark("step 2")
+        recorder.failed(1 << 40)
+        del kept[0]
+        recorder.forget("step 2")
+        traces = recorder.traces()
+    assert set(traces) == {"cpu", "meta"}
+    for name, blocks in (("cpu", ["alloc", "alloc"]), ("meta", ["alloc"])):
+        actions = [event.action for event in traces[name]]
+        assert actions == [*blocks, "mark", *(["free"] if name == "cpu" else [])]
+    assert sum(map(len, traces.values())) == len(recorder.events) - 2 + 1

@@ -52,3 +52,10 @@ def test_pages_are_given_back_and_threads_go_on(facts_on_stub: Facts) -> None:
     allocated, reserved = facts["held"]
     assert allocated <= MIB, "what backward passes keep"
     assert facts["used_at_the_end"] == reserved <= 4 * MIB
+
+
+def test_asking_for_statistics_takes_no_memory(facts_on_stub: Facts) -> None:
+    stats, devices = facts_on_stub("replace")["unused"]
+    assert devices == []
+    assert set(stats) == set(facts_on_stub("replace")["stats"])
+    assert set(stats.values()) == {0}

@@ -23,6 +23,17 @@ def test_each_block_is_a_box_and_none_overlap(tmp_path: Path, moe_trace: Traces)
     assert "http" not in (tmp_path / "trace.svg").read_text().replace(SVG[1:-1], "")
 
 
+def test_pages_are_drawn_where_they_were_mapped(tmp_path: Path, moe_trace: Traces) -> None:
+    trace, config = moe_trace(13), AllocatorConfig(use_virtual_memory=True)
+    assert save_plot(trace, tmp_path / "trace.svg", config) == 0
+    root = ElementTree.parse(tmp_path / "trace.svg").getroot()
+    boxes = root.findall(f"{SVG}rect")
+    assert len(boxes) == sum(event.action == "alloc" for event in trace)
+    places = [float(box.attrib["y"]) for box in boxes]
+    assert min(places) >= 0
+    assert max(places) - min(places) > 100  # of 420: not all at the end of 256 GiB
+
+
 def test_too_many_blocks_leave_the_smallest_out_and_say_so(
     tmp_path: Path, moe_trace: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,3 +1,4 @@
+import json
 import pickle
 import random
 from pathlib import Path
@@ -5,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, load_trace, replay
+from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, load_trace, replay, save_trace
+from gpu_alloc.cli import main
 from gpu_alloc.trace import read_torch_snapshot, save_torch_snapshot
 from gpu_alloc.trace.torch_snapshot import torch_snapshot
 
@@ -167,3 +169,52 @@ def test_a_pickle_of_something_else_runs_nothing_and_is_refused(
     with pytest.raises(AllocError, match=said):
         load_trace(tmp_path / "cut.pickle")
     assert capsys.readouterr().out == ""
+
+
+def test_pages_are_segments_that_expand(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    trace = _random_trace(random.Random(seed), 400)
+    config = AllocatorConfig(use_virtual_memory=True)
+    snapshot = torch_snapshot(trace, config)
+    (history,) = snapshot["device_traces"]
+    signs = {"segment_map": 1, "segment_unmap": -1}
+    held = sum(signs.get(entry["action"], 0) * entry["size"] for entry in history)
+    segments = snapshot["segments"]
+    assert held == sum(segment["total_size"] for segment in segments) > 0, f"seed {seed}"
+    assert held == replay(trace, config).stats.reserved_bytes, f"seed {seed}"
+    for segment in segments:
+        assert segment["is_expandable"]
+        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+    save_torch_snapshot(trace, tmp_path / "snapshot.pickle", config)
+    again = load_trace(tmp_path / "snapshot.pickle")
+    assert _renumbered(again) == _renumbered(trace), f"seed {seed}"
+
+
+def test_a_device_is_chosen_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = AllocatorConfig()
+    sizes = (1000, 5 * MIB)
+    snapshots = [
+        torch_snapshot([TraceEvent(action="alloc", block_id=1, size_bytes=size)], config)
+        for size in sizes
+    ]
+    both = dict(snapshots[0])
+    both["device_traces"] = [found["device_traces"][0] for found in snapshots]
+    both["segments"] = [
+        segment | {"device": device}
+        for device, found in enumerate(snapshots)
+        for segment in found["segments"]
+    ]
+    path = tmp_path / "both.pickle"
+    path.write_bytes(pickle.dumps(both))
+    assert main(["info", str(path)]) == 2
+    assert "--device chooses" in capsys.readouterr().err
+    for device, size in enumerate(sizes):
+        assert main(["info", str(path), "--device", str(device), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["peak_live_bytes"] == size
+        assert main(["compare", str(path), "--device", str(device)]) == 0
+        assert "torch, as it ran" in capsys.readouterr().out
+    save_trace([TraceEvent(action="alloc", block_id=1, size_bytes=5)], tmp_path / "a.jsonl")
+    assert main(["info", str(tmp_path / "a.jsonl"), "--device", "0"]) == 2
+    assert "is of one device and does not say which" in capsys.readouterr().err

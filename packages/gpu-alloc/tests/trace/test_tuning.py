@@ -109,5 +109,5 @@ def test_a_smaller_device_is_paid_for_with_calls_that_wait_for_it(moe_trace: Tra
         result = replay(trace, tuned.config, tuned.capacity_bytes)
         assert result.oom is None, f"seed {seed}"
         assert result.stats.num_source_calls == tuned.num_source_calls, f"seed {seed}"
-    with pytest.raises(ValueError, match="calls_per_event=-1 is negative"):
+    with pytest.raises(ValueError, match="calls_per_event=-1 is not 0 or more"):
         tune(trace, calls_per_event=-1)

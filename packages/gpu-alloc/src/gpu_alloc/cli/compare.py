@@ -10,7 +10,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from gpu_alloc.cli.options import Commands, add_json
+from gpu_alloc.cli.options import Commands, add_device, add_json
 from gpu_alloc.core import AllocatorConfig, format_bytes
 from gpu_alloc.trace import compare
 
@@ -19,6 +19,7 @@ def add_compare(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("compare", help="policies and torch snapshots in one table")
     parser.add_argument("trace", nargs="+", help="traces, or torch snapshots")
+    add_device(parser)
     parser.add_argument(
         "--conf",
         action="append",
@@ -33,7 +34,7 @@ def add_compare(commands: Commands) -> None:
 def _run_compare(arguments: argparse.Namespace) -> int:
     policies = {"default settings": AllocatorConfig()}
     policies |= {text: AllocatorConfig.parse(text) for text in arguments.conf}
-    tables = {path: compare(path, policies) for path in arguments.trace}
+    tables = {path: compare(path, policies, device=arguments.device) for path in arguments.trace}
     if arguments.json:
         print(json.dumps({path: [asdict(row) for row in rows] for path, rows in tables.items()}))
         return 0

@@ -42,7 +42,9 @@ def add_explain(commands: Commands) -> None:
 
 def _run_explain(arguments: argparse.Namespace) -> int:
     found = explain(
-        load_trace(arguments.trace), effective_config(arguments), arguments.capacity_bytes
+        load_trace(arguments.trace, device=arguments.device),
+        effective_config(arguments),
+        arguments.capacity_bytes,
     )
     if arguments.json:
         facts = None

@@ -25,7 +25,7 @@ def add_info(commands: Commands) -> None:
 
 
 def _run_info(arguments: argparse.Namespace) -> int:
-    summary = summarize(load_trace(arguments.trace))
+    summary = summarize(load_trace(arguments.trace, device=arguments.device))
     if arguments.json:
         print(json.dumps(asdict(summary)))
         return 0

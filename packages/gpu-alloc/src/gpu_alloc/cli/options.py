@@ -52,3 +52,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Add the trace that a command reads."""
     parser.add_argument("trace", help="trace of `gpu-alloc record`, or a torch snapshot")
+    add_device(parser)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add `--device`."""
+    parser.add_argument("--device", type=int, help="of a torch snapshot that has several")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gpu_alloc.cli.options import Commands
 from gpu_alloc.cli.program import add_program, libraries_of, run_program
+from gpu_alloc.errors import AllocValueError
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.trace import save_trace
 
@@ -35,6 +36,9 @@ def add_record(commands: Commands) -> None:
 
 def _run_record(arguments: argparse.Namespace) -> int:
     libraries = libraries_of(arguments)
+    out = arguments.out.resolve()  # the script may change the folder
+    if not out.parent.is_dir():
+        raise AllocValueError(f"--out {arguments.out}: there is no folder {out.parent}; make it")
     traces: list[_Traces] = []
     try:
         with ExitStack() as stack:
@@ -42,7 +46,7 @@ def _run_record(arguments: argparse.Namespace) -> int:
                 traces.append(stack.enter_context(_RECORDERS[name]()))
             run_program(arguments.script, arguments.args)
     finally:
-        _write({k: v for found in traces for k, v in found().items()}, arguments.out)
+        _write({k: v for found in traces for k, v in found().items()}, out)
     return 0
 
 
@@ -57,7 +61,10 @@ def _of_cupy() -> Iterator[_Traces]:
 def _of_torch() -> Iterator[_Traces]:
     recorder = import_module("gpu_alloc.torch").TraceRecorder(all_threads=True)
     with recorder:
-        yield lambda: {"torch": recorder.events}
+        yield lambda: {
+            f"torch-{device.replace(':', '-')}": events
+            for device, events in recorder.traces().items()
+        }
 
 
 _RECORDERS = {"cupy": _of_cupy, "torch": _of_torch}

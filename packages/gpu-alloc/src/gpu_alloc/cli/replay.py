@@ -36,7 +36,7 @@ def add_replay(commands: Commands) -> None:
 
 def _run_replay(arguments: argparse.Namespace) -> int:
     config = effective_config(arguments)
-    trace = load_trace(arguments.trace)
+    trace = load_trace(arguments.trace, device=arguments.device)
     result = replay(trace, config, arguments.capacity_bytes)
     facts: dict[str, Any] = {
         "num_events": result.num_events,

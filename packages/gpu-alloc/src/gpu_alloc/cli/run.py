@@ -89,7 +89,8 @@ def _of_torch(torch: Any, arena: Any) -> Iterator[str]:
     memory_stats = import_module("gpu_alloc.torch").memory_stats
     if not torch.cuda.is_initialized():
         return
-    for device in range(torch.cuda.device_count()):
+    devices = range(torch.cuda.device_count()) if arena is None else arena.devices()
+    for device in devices:
         stats = torch.cuda.memory_stats(device) if arena is None else memory_stats(arena, device)
         peak, reserved = (stats.get(f"{of}_bytes.all.peak", 0) for of in ("allocated", "reserved"))
         if reserved:

@@ -10,7 +10,7 @@ import json
 
 from gpu_alloc.cli.options import Commands, add_conf, effective_config, parse_size
 from gpu_alloc.core import TwoPoolAllocator, format_bytes
-from gpu_alloc.sources import AddressSource
+from gpu_alloc.sources import AddressSource, PagedAddressSource
 
 
 def add_sizes(commands: Commands) -> None:
@@ -25,7 +25,8 @@ def _run_sizes(arguments: argparse.Namespace) -> int:
     config = effective_config(arguments)
     rows = []
     for size in arguments.size:
-        allocator = TwoPoolAllocator(AddressSource(), config)
+        source = PagedAddressSource() if config.use_virtual_memory else AddressSource()
+        allocator = TwoPoolAllocator(source, config)
         padded = allocator.malloc(size).size
         stats = allocator.stats()
         pool = "small" if stats.small.num_live_blocks else "large" if padded else "none"

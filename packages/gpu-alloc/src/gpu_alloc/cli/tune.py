@@ -41,7 +41,7 @@ def add_tune(commands: Commands) -> None:
 
 def _run_tune(arguments: argparse.Namespace) -> int:
     tuned = tune(
-        load_trace(arguments.trace),
+        load_trace(arguments.trace, device=arguments.device),
         first=arguments.first,
         calls_per_event=arguments.calls_per_event,
         virtual_memory=arguments.virtual_memory,

@@ -174,9 +174,9 @@ class TwoPoolAllocator:
         if self._deferred is None:
             raise AllocValueError("record_stream needs an allocator that was made with events=")
         block = self._live.get(ptr)
-        if block is None:
+        if block is None and ptr:  # 0 is of no bytes
             raise InvalidFreeError(f"record_stream of {ptr:#x}, which is not allocated here")
-        if stream != block.stream:
+        if block is not None and stream != block.stream:
             self._users.setdefault(block.serial, set()).add(stream)
 
     def release_idle(

@@ -44,17 +44,20 @@ class DeferredFrees:
         if self._captures(stream for _, streams in self._unrecorded for stream in streams):
             return
         while self._unrecorded:
-            block, streams = self._unrecorded.popleft()
+            block, streams = self._unrecorded[0]  # it stays if an event cannot be recorded
             events = [self._events.record(stream) for stream in sorted(streams)]
+            self._unrecorded.popleft()
             self._waiting.append((block, events, streams))
         if self._captures(stream for _, _, streams in self._waiting for stream in streams):
             return
         for _ in range(len(self._waiting)):
-            block, events, streams = self._waiting.popleft()
+            block, events, streams = self._waiting[0]  # it stays if the wait is broken off
             if wait:
                 for event in events:
                     self._events.wait(event)
-            if wait or all(self._events.is_done(event) for event in events):
+            is_done = wait or all(self._events.is_done(event) for event in events)
+            self._waiting.popleft()
+            if is_done:
                 yield block
             elif everything:
                 self._waiting.append((block, events, streams))

@@ -39,15 +39,20 @@ class Pages:
         """Map what is missing under a block, or nothing of it."""
         table = self._tables[block.chunk.number]
         mapped: list[tuple[int, int]] = []
-        for first, end in _runs(table, 0, *_touched(block)):
-            self.num_calls += 1
-            ptr = block.chunk.ptr + first * _BYTES
-            if not self._source.map(ptr, (end - first) * _BYTES):
+        is_whole = False
+        try:
+            for first, end in _runs(table, 0, *_touched(block)):
+                self.num_calls += 1
+                ptr = block.chunk.ptr + first * _BYTES
+                if not self._source.map(ptr, (end - first) * _BYTES):
+                    return False
+                table[first:end] = b"\1" * (end - first)
+                mapped.append((first, end))
+            is_whole = True
+        finally:  # also when the source raises
+            if not is_whole:
                 for begin, stop in mapped:
                     self._unmap(block.chunk, begin, stop)
-                return False
-            table[first:end] = b"\1" * (end - first)
-            mapped.append((first, end))
         return True
 
     def unmap_free(self, chunk: Chunk, stream: int | None = None) -> int:

@@ -256,10 +256,15 @@ class TwoPoolPolicy:
 
     def _backed(self, block: Block | None) -> Block | None:
         """A block with memory behind it; None, and the block is free again, without."""
-        if block is None or self._pages is None or self._back(block, self._pages):
+        if block is None or self._pages is None:
             return block
-        self.pools[block.chunk.pool_index].put_back(block)
-        return None
+        is_backed = False
+        try:
+            is_backed = self._back(block, self._pages)
+        finally:  # also when the source raises
+            if not is_backed:
+                self.pools[block.chunk.pool_index].put_back(block)
+        return block if is_backed else None
 
     def _back(self, block: Block, pages: Pages) -> bool:
         """Have memory behind a block, at the cost of free ones where it is short."""

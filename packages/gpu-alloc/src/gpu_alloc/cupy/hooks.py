@@ -55,8 +55,9 @@ class TraceHook:
         self._live: dict[tuple[int, int], int] = {}
         self._numbers = count(1)
         self._threads: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
         self._recording = False
+        self._marks: list[TraceEvent] = []
         self.traces: dict[int, list[TraceEvent]] = {}
 
     @property
@@ -69,9 +70,14 @@ class TraceHook:
         return next(iter(self.traces.values()), [])
 
     def mark(self, name: str) -> None:
-        """Put a name, such as that of a step or phase, into every trace."""
-        for events in self.traces.values():
-            events.append(TraceEvent(action="mark", note=name, thread=self._thread()))
+        """Put a name, such as that of a step or phase, into every trace; those that begin later
+        begin with it.
+        """
+        mark = TraceEvent(action="mark", note=name, thread=self._thread())
+        with self._lock:
+            self._marks.append(mark)
+            for events in self.traces.values():
+                events.append(mark)
 
     def __enter__(self) -> Self:
         """Record from here on in this thread. Raises KeyError, as CuPy does, when it is entered."""
@@ -93,7 +99,10 @@ class TraceHook:
         if not self._recording or not facts["size"]:
             return
         number = next(self._numbers)
-        events = self.traces.setdefault(facts["device_id"], [])
+        events = self.traces.get(facts["device_id"])
+        if events is None:
+            with self._lock:
+                events = self.traces.setdefault(facts["device_id"], list(self._marks))
         where: dict[str, Any] = {
             "block_id": number,
             "stream": self._backend.stream(),

@@ -63,7 +63,11 @@ def install(
             cupy.get_default_memory_pool().free_all_blocks()
             pool.allocator()  # pre-allocates now, so that what does not fit fails here
         now = _Installed(pool, pool.malloc, cupy.cuda.get_allocator())
-        cupy.cuda.set_allocator(now.allocator)
+        try:
+            cupy.cuda.set_allocator(now.allocator)
+        except ValueError:
+            pool.close()
+            raise
         _INSTALLATION.now = now  # gate: module-state - CuPy has one allocator a process
         return pool
 

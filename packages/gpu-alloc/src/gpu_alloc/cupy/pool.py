@@ -307,11 +307,17 @@ class CupyPool:
         if self._share:
             made = shared_allocator(self._share, self.config, device)
         else:
-            made = own_allocator(self._source(device), self.config, self._backend.events(device))
+            source, events = self._source(device), self._backend.events(device)
+            try:
+                made = own_allocator(source, self.config, events)
+            except OutOfMemoryError as error:  # of the pre-allocation
+                raise _cupy_oom_class()(error.report) from None
         if self._plan is not None and isinstance(made, NativeAllocator | TwoPoolAllocator):
             try:
                 made.follow(self._plan)
             except OutOfMemoryError as error:
+                if not self._share:
+                    made.close()  # with its pre-allocation
                 raise _cupy_oom_class()(error.report) from None
         return made
 

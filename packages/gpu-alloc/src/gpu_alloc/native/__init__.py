@@ -4,6 +4,7 @@ May import: core, sources, plan.
 """
 
 from gpu_alloc.native.allocator import NativeAllocator as NativeAllocator
+from gpu_alloc.native.allocator import Totals as Totals
 from gpu_alloc.native.binding import Library as Library
 from gpu_alloc.native.binding import is_compiled as is_compiled
 from gpu_alloc.native.binding import native_library as native_library

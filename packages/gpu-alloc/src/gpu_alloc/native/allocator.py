@@ -5,6 +5,8 @@ also serves callers without Python (`gpu_alloc.torch`).
 
 Invariant: no two live allocations overlap, and a pointer is freed exactly once.
 
+Length: one method for each of `TwoPoolAllocator`, and the ways around Python's calls.
+
     allocator = NativeAllocator(HostSource(), AllocatorConfig())
     ptr, size = allocator.malloc(1000)
     allocator.free(ptr)
@@ -16,6 +18,7 @@ import operator
 import weakref
 from array import array
 from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple, Self, final
 
 from gpu_alloc.core import (
@@ -156,7 +159,8 @@ class NativeAllocator:
         self._align_mask = config.alignment_size - 1
         self._padded = ~self._align_mask
         self.kept = NOTHING_KEPT if self._callbacks is None else self._callbacks.kept
-        self._marks: list[str] = []
+        self._marks: dict[int, str] = {}
+        self._mark_numbers = count()
         self._core = core
         # For callers that must be quick. try_malloc(nbytes, stream): the address of a block that
         # needs neither the source nor a wait; otherwise 0 or less, and `malloc` is to be asked.
@@ -190,7 +194,7 @@ class NativeAllocator:
         """See `TwoPoolAllocator.record_stream`."""
         if not self._has_events:
             raise AllocValueError("record_stream needs an allocator that was made with events=")
-        if self._call("ga_record_stream", ptr, stream):
+        if ptr and self._call("ga_record_stream", ptr, stream):
             raise InvalidFreeError(f"record_stream of {ptr:#x}, which is not allocated here")
 
     def release_idle(
@@ -210,9 +214,7 @@ class NativeAllocator:
 
     def stats(self) -> Stats:
         """See `TwoPoolAllocator.stats`."""
-        numbers = self._core.stats(0)
-        self._raise_kept()
-        return _stats(numbers)
+        return _stats(self._numbers())
 
     def reset_peaks(self) -> None:
         """See `TwoPoolAllocator.reset_peaks`."""
@@ -220,7 +222,7 @@ class NativeAllocator:
 
     def snapshot(self) -> Snapshot:
         """See `TwoPoolAllocator.snapshot`."""
-        return Snapshot.from_numbers(self.config.alignment_size, self._core.rows("ga_snapshot"))
+        return Snapshot.from_numbers(self.config.alignment_size, self._rows("ga_snapshot"))
 
     @property
     def limit_bytes(self) -> int:
@@ -238,17 +240,18 @@ class NativeAllocator:
 
     def start_recording(self) -> None:
         """See `TwoPoolAllocator.start_recording`."""
-        self._marks = []
+        self._marks = {}
         self._call("ga_start_recording")
 
     def mark(self, name: str) -> None:
         """See `TwoPoolAllocator.mark`."""
-        self._marks.append(name)
-        self._call("ga_mark", len(self._marks) - 1)
+        number = next(self._mark_numbers)
+        self._marks[number] = name
+        self._call("ga_mark", number)
 
     def stop_recording(self) -> list[TraceEvent]:
         """See `TwoPoolAllocator.stop_recording`."""
-        numbers = self._core.rows("ga_stop_recording")
+        numbers = self._rows("ga_stop_recording")
         rows = zip(*[iter(numbers)] * 6, strict=True)
         return [self._event(*row) for row in rows]
 
@@ -267,7 +270,9 @@ class NativeAllocator:
 
     def plan_use(self) -> PlanUse:
         """See `TwoPoolAllocator.plan_use`."""
-        return self._core.plan_use()
+        use = self._core.plan_use()
+        self._raise_kept()
+        return use
 
     def run(self, rows: "array[int]", ptrs: "ctypes.Array[ctypes.c_int64]") -> int:
         """Do what `rows` say, four numbers each: 0 for a malloc, 1 for a free and 2 for a step that
@@ -281,11 +286,11 @@ class NativeAllocator:
 
     def totals(self) -> Totals:
         """What was counted since the core was made."""
-        return Totals(*self._core.stats(0)[24:30])
+        return Totals(*self._numbers()[24:30])
 
     def last_report(self) -> OomReport | None:
         """Of the request that failed last, as it was then; None when none has failed."""
-        numbers = self._core.rows("ga_last_failure")
+        numbers = self._rows("ga_last_failure")
         if not numbers:
             return None
         requested, stream, limit_bytes, *rest = numbers
@@ -293,8 +298,23 @@ class NativeAllocator:
 
     def _call(self, name: str, *arguments: int) -> int:
         result = self._core.call(name, *arguments)
-        self._raise_kept()
+        try:
+            self._raise_kept()
+        except BaseException:
+            if name == "ga_malloc" and result > 0:  # nobody will know of this block
+                self._core.call("ga_free", result)
+            raise
         return result
+
+    def _numbers(self) -> list[int]:
+        numbers = self._core.stats(0)
+        self._raise_kept()
+        return numbers
+
+    def _rows(self, name: str) -> list[int]:
+        rows = self._core.rows(name)
+        self._raise_kept()
+        return rows
 
     def _raise_kept(self) -> None:
         if self.kept.any:

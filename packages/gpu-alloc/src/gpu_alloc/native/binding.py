@@ -19,11 +19,11 @@ from gpu_alloc.native.build import NativeUnavailableError, library_path
 from gpu_alloc.plan import LifetimePlan, PlanUse
 from gpu_alloc.sources import PagedSource
 
-_CORE_VERSION = 4
+_CORE_VERSION = 5
 CLOSED, REENTRANT, NO_MEMORY = -1, -2, -3
 NUM_STATS = 33
 _LIVE_BLOCKS = (7, 17)  # of these: how many blocks of the two pools are in use
-NUM_FUNCTIONS = 12  # those of the struct `Functions` in core.cpp
+NUM_FUNCTIONS = 15  # those of the struct `Functions` in core.cpp
 
 _NUMBER, _POINTER, _NUMBERS = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -53,6 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ga_serve": (_NUMBER, _NUMBERS, _POINTER),
     "ga_python": (None, _POINTER),
     "ga_core_of": (_POINTER, ctypes.c_int),
+    "ga_core_if_any": (_POINTER, ctypes.c_int),
 }
 
 
@@ -132,7 +133,7 @@ def settings_of(
         config.free_when_no_cache_hit,
         config.memory_limit_in_mb * MIB,
         granularity_bytes,
-        -1 if capacity_bytes is None else capacity_bytes,
+        -1 if capacity_bytes is None else min(capacity_bytes, 1 << 62),
         PagedSource.range_bytes if config.use_virtual_memory else 0,
     )
     return (ctypes.c_int64 * len(values))(*values)

@@ -19,7 +19,7 @@ _OUT_OF_MEMORY, _NOT_READY, _FAILED = 2, 600, 999  # cudaError_t
 
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _OF_PAGES = ctypes.CFUNCTYPE(_INT, _POINTER, ctypes.c_size_t)
-_PLACE_OF_MAP = 10  # in the struct `Functions`
+_PLACE_OF_MAP = 13  # in the struct `Functions`
 _TO_POINTER, _TO_INT = ctypes.POINTER(_POINTER), ctypes.POINTER(_INT)
 
 
@@ -147,7 +147,7 @@ class Callbacks:
         return _FAILED
 
     def _device_wait(self) -> int:
-        return 0
+        return _FAILED  # an event was not recorded, and nobody has waited for its work
 
 
 def _signed(stream: int | None) -> int:

@@ -489,11 +489,15 @@ struct Functions {  // null: there are none; without `acquire` addresses are inv
   int (*is_capturing)(void*, int*);
   int (*device_wait)();
   int (*forget_error)();  // what a call that failed leaves behind, for the next one to find
+  int (*get_device)(int*);  // these three are called for a core with a `device`
+  int (*set_device)(int);
+  int (*exchange_capture_mode)(int*);
   int (*map)(void*, size_t);
   int (*unmap)(void*, size_t);
 };
 
 constexpr unsigned EVENT_WITHOUT_TIMING = 2;
+constexpr int CAPTURE_RELAXED = 2;
 constexpr size_t NUM_STATS = 33;
 
 struct Waiting {
@@ -519,6 +523,7 @@ class Core {
 
   i64 set[NUM_SETTINGS];
   Functions fns;
+  int device = -1;  // whose memory this is; -1: the functions see to it
   Pool pools[2];
   i64 limit_bytes, num_source_calls = 0, num_chunks = 0;
   i64 reserved_peak = 0, allocated_peak = 0, requested_peak = 0;
@@ -678,12 +683,17 @@ class Core {
 
   // core/deferred.py: give back what no other stream uses any more.
   void reap(bool everything, bool wait) {
+    if (!has_deferred()) return;
+    Calling calling(*this);
     for (Block* block : unrecorded)
       if (captures(block)) return;
     for (; !unrecorded.empty(); unrecorded.pop_front()) {
       Waiting item{unrecorded.front(), {}};
       for (i64 stream : item.block->users)
-        if (void* event = record(stream)) item.events.push_back(event);
+        if (!record(stream, item.events)) {  // the block stays, and is in use for all that is known
+          for (void* event : item.events) fns.event_destroy(event);
+          return;
+        }
       waiting.push_back(std::move(item));
     }
     for (Waiting& item : waiting)
@@ -693,8 +703,8 @@ class Core {
       waiting.pop_front();
       bool done = true;
       for (void* event : item.events) {
-        if (wait) failed(fns.event_wait(event));
-        else if (failed(fns.event_query(event))) { done = false; break; }
+        done = !failed(wait ? fns.event_wait(event) : fns.event_query(event));
+        if (!done) break;
       }
       if (done) {
         for (void* event : item.events) fns.event_destroy(event);
@@ -880,6 +890,7 @@ class Core {
 
   i64 acquire(i64 size) {
     if (fns.acquire) {
+      Calling calling(*this);
       void* ptr = nullptr;
       return failed(fns.acquire(&ptr, size_t(size))) ? 0 : i64(intptr_t(ptr));
     }
@@ -1024,6 +1035,7 @@ class Core {
     i64 ptr = chunk->ptr, size = chunk->size;
     pool.remove_chunk(chunk);
     num_source_calls++;
+    Calling calling(*this);
     if (fns.acquire) fns.release(reinterpret_cast<void*>(intptr_t(ptr)));
     else if (!set[RANGE]) used_bytes -= size;
   }
@@ -1050,17 +1062,37 @@ class Core {
     return false;
   }
 
-  // An event behind all work of a stream; null once the device was waited for, as for a stream that
-  // was destroyed.
-  void* record(i64 stream) {
+  // Adds an event behind all work of a stream; none once the device was waited for, as for a stream
+  // that was destroyed. False: neither could be done.
+  bool record(i64 stream, std::vector<void*>& events) {
     void* event = nullptr;
     if (!failed(fns.event_create(&event, EVENT_WITHOUT_TIMING))) {
-      if (!failed(fns.event_record(event, reinterpret_cast<void*>(intptr_t(stream))))) return event;
+      if (!failed(fns.event_record(event, reinterpret_cast<void*>(intptr_t(stream))))) {
+        events.push_back(event);
+        return true;
+      }
       fns.event_destroy(event);
     }
-    fns.device_wait();
-    return nullptr;
+    return !failed(fns.device_wait());
   }
+
+  // While CUDA is called: the core's device is the current one, and a graph that another stream
+  // captures is not ended by what this thread asks (torch's own allocator does the same).
+  struct Calling {
+    const Core& core;
+    int before = -1, mode = CAPTURE_RELAXED;
+    explicit Calling(const Core& core) : core(core) {
+      if (core.device < 0) return;
+      core.fns.get_device(&before);
+      if (before != core.device) core.fns.set_device(core.device);
+      core.fns.exchange_capture_mode(&mode);
+    }
+    ~Calling() {
+      if (core.device < 0) return;
+      core.fns.exchange_capture_mode(&mode);
+      if (before != core.device) core.fns.set_device(before);
+    }
+  };
 };
 
 // The driver's virtual memory, as functions for the places `acquire`, `release`, `map` and `unmap`.
@@ -1169,6 +1201,7 @@ Core* core_of(int device) {
   if (Core* core = serving[device].load(std::memory_order_acquire)) return core;
   if (!served_with) return nullptr;
   auto core = std::make_unique<Core>(served_with->first.data(), served_with->second);
+  core->device = device;
   if (core->pre_allocate()) {
     core->release_idle(true, NONE);
     return nullptr;
@@ -1182,7 +1215,7 @@ Core* core_of(int device) {
 #define GA extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of what is called here; binding.py asks for the one that it knows.
-GA i64 ga_version() { return 4; }
+GA i64 ga_version() { return 5; }
 
 GA Core* ga_open(const i64* settings, const Functions* functions) {
   return new Core(settings, *functions);
@@ -1482,6 +1515,11 @@ GA i64 ga_serve(const i64* settings, const Functions* functions) {
 
 // The core that serves a device; null when there is none, or its pre-allocation had no room.
 GA Core* ga_core_of(int device) { return core_of(device); }
+
+// The same if it is there already, and null otherwise.
+GA Core* ga_core_if_any(int device) {
+  return device < 0 || device >= MAX_DEVICES ? nullptr : serving[device].load(std::memory_order_acquire);
+}
 
 // What torch asks of a MemPool's allocator: it makes its own out-of-memory error of a null.
 GA void* ga_segment_malloc(ptrdiff_t size, int device, void* stream) {

@@ -6,6 +6,7 @@ Invariant: a process has one arena, with one set of settings; asking for another
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 
 from gpu_alloc.core import AllocatorConfig
@@ -15,6 +16,10 @@ from gpu_alloc.native.binding import Core, functions_of, native_library, setting
 
 _PAGE_BYTES = 2 << 20
 _IN_PAGES = ("reserve", "free", "map", "unmap")  # in place of cudaMalloc and cudaFree, and beside
+_MOST_DEVICES = 64
+# One allocator for each core, which knows the names of its marks.
+_ALLOCATORS: dict[int, NativeAllocator] = {}
+_LOCK = threading.Lock()
 
 
 class Arena:
@@ -53,8 +58,13 @@ class Arena:
         """The address of one of the library's functions."""
         return self._library.address_of(name)
 
+    def devices(self) -> list[int]:
+        """The devices that have been used."""
+        held = self._library.fast.ga_core_if_any
+        return [device for device in range(_MOST_DEVICES) if held(device)]
+
     def allocator(self, device: int) -> NativeAllocator:
-        """The allocator of a device, which must be the current one at its first use.
+        """The allocator of a device, which pre-allocates at its first use.
 
         Raises AllocError when the pre-allocation does not fit.
         """
@@ -65,4 +75,8 @@ class Arena:
                 f"{self.config.large_pool_pre_alloc_in_mb} MiB for large and "
                 f"{self.config.small_pool_pre_alloc_in_mb} MiB for small requests"
             )
-        return NativeAllocator.of_core(self.config, Core(self._library, handle))
+        with _LOCK:
+            if device not in _ALLOCATORS:
+                core = Core(self._library, handle)
+                _ALLOCATORS[device] = NativeAllocator.of_core(self.config, core)
+            return _ALLOCATORS[device]

@@ -83,8 +83,15 @@ class CudaEvents(StreamEvents):
         self._runtime = self._cuda.runtime
 
     def record(self, stream: int) -> Any:
-        """See `StreamEvents.record`; None for a stream that was destroyed."""
+        """See `StreamEvents.record`; None for a stream that was destroyed.
+
+        Nor has an event a per-thread stream: whoever records it, maybe another thread, has another
+        stream of that handle, so the host waits for the device.
+        """
         with self._device:
+            if stream < 0:
+                self._runtime.deviceSynchronize()
+                return None
             event = self._cuda.Event(disable_timing=True)
             try:
                 self._runtime.eventRecord(event.ptr, _handle(stream))

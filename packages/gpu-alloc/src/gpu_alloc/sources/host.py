@@ -48,7 +48,8 @@ class HostSource(ChunkSource):
         if self.capacity_bytes is not None and self.used_bytes + size_bytes > self.capacity_bytes:
             return None
         try:
-            pages = mmap.mmap(-1, size_bytes)
+            # Not shared with processes that are forked, whose allocators hand it out again.
+            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OverflowError:
             return None
         except OSError as error:

@@ -46,8 +46,23 @@ def is_changed_in_place(func: Any) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors in nested lists, tuples and dicts; of sparse ones those that have their memory.
+
+    mkldnn's are left out: torch shows nobody the memory of theirs.
+    """
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [part for leaf in leaves for part in _with_storages(leaf)]
+
+
+def _with_storages(tensor: Tensor) -> tuple[Tensor, ...]:
+    layout = tensor.layout
+    if layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return () if tensor.is_mkldnn else (tensor,)
 
 
 @contextmanager

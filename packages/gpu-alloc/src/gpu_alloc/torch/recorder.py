@@ -53,7 +53,7 @@ class TraceRecorder:
     labels: by the name of a module or package, what is noted of the allocations that it, or what it
         calls, makes: {"torch.optim": "optimizer"}. Of several the one that is called last counts.
     all_threads: of threads that start while it is in force, too.
-    `events` is the trace so far. A recorder is entered once.
+    `events` is the trace so far, `traces()` that of each device. A recorder is entered once.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TraceRecorder:
         self._live: dict[int, _Held] = {}
         self._labels = dict(labels or {})
         self._blocks = count()
+        self._devices: dict[int, str] = {}  # of blocks
         self._all_threads = all_threads
         self._contexts = ExitStack()
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
@@ -92,6 +93,20 @@ class TraceRecorder:
             for held in self._live.values():
                 held.finalizer.detach()
             self._live.clear()
+
+    def traces(self) -> dict[str, list[TraceEvent]]:
+        """The trace of each device by its name ("cpu", "cuda:0"), with all marks. What `failed`
+        noted is of no device known here, and in `events` alone.
+        """
+        with self._lock:
+            found: dict[str, list[TraceEvent]] = {n: [] for n in self._devices.values()}
+            for event in self.events:
+                if event.action == "mark":
+                    for events in found.values():
+                        events.append(event)
+                elif event.block_id in self._devices:
+                    found[self._devices[event.block_id]].append(event)
+            return found
 
     def mark(self, name: str) -> None:
         """Put a name into the trace, such as that of a step."""
@@ -120,6 +135,8 @@ class TraceRecorder:
                 return
             before = self.events[: len(self.events) - behind]
             freed = {event.block_id for event in before if event.action == "free"}
+            for block in freed:
+                self._devices.pop(block, None)
             kept = [n for n, e in enumerate(before) if e.action == "alloc"]
             kept = [n for n in kept if before[n].block_id not in freed]
             now = {old: new for new, old in enumerate(kept)}
@@ -185,6 +202,7 @@ class TraceRecorder:
     def _take(self, held: _Held, storage: torch.UntypedStorage) -> None:
         held.block, held.size_bytes = next(self._blocks), storage.nbytes()
         held.place = len(self.events)
+        self._devices[held.block] = str(storage.device)
         self.events.append(
             TraceEvent(
                 action="alloc",

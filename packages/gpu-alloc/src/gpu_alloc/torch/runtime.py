@@ -23,6 +23,9 @@ _NAMES = (
     "cudaStreamIsCapturing",
     "cudaDeviceSynchronize",
     "cudaGetLastError",
+    "cudaGetDevice",
+    "cudaSetDevice",
+    "cudaThreadExchangeStreamCaptureMode",
 )
 
 

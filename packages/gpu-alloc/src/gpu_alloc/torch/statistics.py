@@ -3,8 +3,8 @@
 Invariant: a key means what torch's does; keys of things that we have not are left out.
 """
 
-from gpu_alloc.core import PoolStats
-from gpu_alloc.native import Arena
+from gpu_alloc.core import PoolStats, Stats
+from gpu_alloc.native import Arena, Totals
 
 _POOLS = {"small_pool": ("small",), "large_pool": ("large",), "all": ("small", "large")}
 
@@ -12,10 +12,13 @@ _POOLS = {"small_pool": ("small",), "large_pool": ("large",), "all": ("small", "
 def memory_stats(arena: Arena, device: int = 0) -> dict[str, int]:
     """Counters of a device as `torch.cuda.memory_stats` names them, for the arena of `replace`.
 
-    "segment" is one of our chunks. Peaks of "all" are those of both pools together.
+    "segment" is one of our chunks. Peaks of "all" are those of both pools together. All are 0 for
+    a device that has not been used, of which nothing is pre-allocated for the question.
     """
-    allocator = arena.allocator(device)
-    stats, totals = allocator.stats(), allocator.totals()
+    stats, totals = Stats(small=PoolStats(), large=PoolStats()), Totals(0, 0, 0, 0, 0, 0)
+    if device in arena.devices():
+        allocator = arena.allocator(device)
+        stats, totals = allocator.stats(), allocator.totals()
     found: dict[str, int] = {}
     for name, members in _POOLS.items():
         pools: list[PoolStats] = [getattr(stats, member) for member in members]

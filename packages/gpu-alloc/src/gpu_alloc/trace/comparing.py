@@ -31,20 +31,24 @@ class Comparison:
 
 
 def compare(
-    path: str | os.PathLike[str], policies: Mapping[str, AllocatorConfig]
+    path: str | os.PathLike[str],
+    policies: Mapping[str, AllocatorConfig],
+    *,
+    device: int | None = None,
 ) -> list[Comparison]:
     """The smallest device of each policy for the trace in a file, in the order given; then that of
-    the settings that `tune` finds; then, of a torch snapshot, what torch reserved.
+    the settings that `tune` finds; then, of a torch snapshot, what torch reserved. `device` is one
+    of a snapshot's.
 
     Raises as `load_trace`, `minimal_capacity` and `tune` do.
     """
     check_kind(policies, Mapping, "policies must map names to AllocatorConfigs")
-    trace = load_trace(path)
+    trace = load_trace(path, device=device)
     needs = {name: minimal_capacity(trace, config) for name, config in policies.items()}
     tuned = tune(trace)
     needs[f"tuned: {tuned.config.format()}"] = tuned.capacity_bytes
     if is_torch_snapshot(path):
-        needs["torch, as it ran"] = torch_reserved_peak(path)
+        needs["torch, as it ran"] = torch_reserved_peak(path, device=device)
     live = tuned.peak_live_bytes
     return [
         Comparison(policy=n, capacity_bytes=size, ratio=size / live) for n, size in needs.items()

@@ -45,13 +45,19 @@ def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> in
     return count
 
 
-def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
-    """Read a file that `save_trace` wrote, or a snapshot that torch dumped (one device's; see
-    `read_torch_snapshot`). Raises TraceError naming file and line for whatever is not a trace.
+def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> list[TraceEvent]:
+    """Read a file that `save_trace` wrote, or a snapshot that torch dumped (one `device`'s; see
+    `read_torch_snapshot`). Raises TraceError naming file and line for whatever is not a trace, and
+    for a trace that is asked for a device, of which it says nothing.
     """
     check_kind(path, (str, os.PathLike), "path must be a str or a Path")
     if is_torch_snapshot(path):
-        return read_torch_snapshot(path)
+        return read_torch_snapshot(path, device=device)
+    if device is not None:
+        raise TraceError(
+            f"{os.fspath(path)}: a recorded trace is of one device and does not say which; a "
+            "device is chosen of torch's snapshots"
+        )
     events: list[TraceEvent] = []
     with Path(path).open(encoding="utf-8") as file:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from gpu_alloc.core import AllocatorConfig, format_bytes
 from gpu_alloc.errors import check_kind
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.trace.torch_snapshot import torch_snapshot
+from gpu_alloc.trace.torch_snapshot import merged, torch_snapshot
 
 _WIDTH, _CURVES, _MAP, _LEFT, _TOP, _GAP = 1200, 220, 420, 90, 40, 30
 _MOST_BOXES = 4000
@@ -47,12 +47,14 @@ def save_plot(
 
 
 def _bases(history: _Entries) -> tuple[dict[int, int], int]:
-    """Where each chunk stands on the map, one after the other, and the sum of their sizes."""
+    """Where the addresses that were ever held stand on the map, one run after the other, and the
+    sum of their sizes.
+    """
+    taken = (e for e in history if e["action"] in ("segment_alloc", "segment_map"))
     bases, total = {}, 0
-    for entry in history:
-        if entry["action"] == "segment_alloc":
-            bases[entry["addr"]] = total
-            total += entry["size"]
+    for start, end in merged((e["addr"], e["addr"] + e["size"]) for e in taken):
+        bases[start] = total
+        total += end - start
     return bases, max(total, 1)
 
 
@@ -86,6 +88,7 @@ def _curves(history: _Entries) -> tuple[list[int], list[int]]:
     live_curve, reserved_curve = [], []
     changes = {"alloc": (1, 0), "free_completed": (-1, 0)}
     changes |= {"segment_alloc": (0, 1), "segment_free": (0, -1)}
+    changes |= {"segment_map": (0, 1), "segment_unmap": (0, -1)}
     for entry in history:
         sign_live, sign_reserved = changes.get(entry["action"], (0, 0))
         live += sign_live * entry["size"]

@@ -18,7 +18,7 @@ from typing import Any, final
 from gpu_alloc.core import AllocatorConfig, Snapshot, TwoPoolAllocator
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.sources import AddressSource, ChunkSource
+from gpu_alloc.sources import AddressSource, ChunkSource, PagedAddressSource, PagedSource
 from gpu_alloc.trace.replaying import apply_event
 from gpu_alloc.trace.requests import GRANULARITY_BYTES, nothing_to_reclaim
 
@@ -46,7 +46,10 @@ def read_torch_snapshot(
             raise TraceError(
                 f"entry {number} of the history is no allocation: {error!r} in {entry!r}"
             ) from None
-    return reader.trace(_live_blocks(segments))
+    try:
+        return reader.trace(_live_blocks(segments))
+    except KeyError as error:
+        raise TraceError(f"a segment of the snapshot has no {error}") from None
 
 
 def device_history(
@@ -66,7 +69,10 @@ def device_history(
             "before the program, and _dump_snapshot() after it"
         )
     chosen = _device(histories, device)
-    segments = [s for s in snapshot.get("segments", ()) if s["device"] == chosen]
+    try:
+        segments = [s for s in snapshot.get("segments", ()) if s["device"] == chosen]
+    except KeyError as error:
+        raise TraceError(f"a segment of the snapshot has no {error}") from None
     return histories[chosen], segments
 
 
@@ -82,8 +88,13 @@ def torch_snapshot(
     trace does not fit, and TraceError for one that contradicts itself.
     """
     history: list[dict[str, Any]] = []
-    device = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
-    source = _LoggedSource(device, history)
+    config = AllocatorConfig.from_env() if config is None else config
+    source: _LoggedSource | _LoggedPages
+    if config.use_virtual_memory:
+        source = _LoggedPages(PagedAddressSource(capacity_bytes), history)
+    else:
+        device = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
+        source = _LoggedSource(device, history)
     allocator = TwoPoolAllocator(source, config, on_exhausted=nothing_to_reclaim)
     live: dict[int, int] = {}
     sizes: dict[int, TraceEvent] = {}
@@ -101,7 +112,7 @@ def torch_snapshot(
     for time_us, entry in enumerate(history):
         entry["time_us"] = time_us
     return {
-        "segments": list(_segments(allocator.snapshot())),
+        "segments": list(_segments(allocator.snapshot(), source.held)),
         "device_traces": [history],
         "allocator_settings": {},
         "external_annotations": [],
@@ -229,16 +240,67 @@ class _LoggedSource(ChunkSource):
         self.granularity_bytes = inner.granularity_bytes
         self._inner = inner
         self._history = history
+        self.held: dict[int, int] = {}  # address -> bytes
 
     def acquire(self, size_bytes: int) -> int | None:
         ptr = self._inner.acquire(size_bytes)
         if ptr is not None:
             self._history.append(_entry("segment_alloc", ptr, size_bytes, _NO_EVENT))
+            self.held[ptr] = size_bytes
         return ptr
 
     def release(self, ptr: int, size_bytes: int) -> None:
         self._history.append(_entry("segment_free", ptr, size_bytes, _NO_EVENT))
+        del self.held[ptr]
         self._inner.release(ptr, size_bytes)
+
+
+@final
+class _LoggedPages(PagedSource):
+    """Puts pages into a history as torch puts those of its expandable segments."""
+
+    def __init__(self, inner: PagedSource, history: list[dict[str, Any]]) -> None:
+        self._inner = inner
+        self._history = history
+        self._pages: set[int] = set()
+
+    def acquire(self, size_bytes: int) -> int | None:
+        return self._inner.acquire(size_bytes)
+
+    def release(self, ptr: int, size_bytes: int) -> None:
+        self._inner.release(ptr, size_bytes)
+
+    def map(self, ptr: int, size_bytes: int) -> bool:
+        is_mapped = self._inner.map(ptr, size_bytes)
+        if is_mapped:
+            self._history.append(_entry("segment_map", ptr, size_bytes, _NO_EVENT))
+            self._pages.update(self._pages_of(ptr, size_bytes))
+        return is_mapped
+
+    def unmap(self, ptr: int, size_bytes: int) -> None:
+        self._history.append(_entry("segment_unmap", ptr, size_bytes, _NO_EVENT))
+        self._pages.difference_update(self._pages_of(ptr, size_bytes))
+        self._inner.unmap(ptr, size_bytes)
+
+    def _pages_of(self, ptr: int, size_bytes: int) -> range:
+        return range(ptr, ptr + size_bytes, self.granularity_bytes)
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Address and bytes of each run of mapped pages."""
+        pages = ((page, page + self.granularity_bytes) for page in self._pages)
+        return {start: end - start for start, end in merged(pages)}
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same addresses as few ranges (start, end), in order, none of which touches the next."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
 
 
 _NO_EVENT = TraceEvent(action="mark")
@@ -256,29 +318,33 @@ def _entry(action: str, ptr: int, size: int, event: TraceEvent) -> dict[str, Any
     }
 
 
-def _segments(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    for chunk in snapshot.chunks:
-        used = [block for block in chunk.blocks if not block.is_free]
+def _segments(snapshot: Snapshot, held: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """A segment of each piece that is `held` (address -> bytes): chunks, or runs of their pages."""
+    for address, size in held.items():
+        chunk = next(c for c in snapshot.chunks if c.ptr <= address < c.ptr + c.size)
+        end = address + size
+        blocks = [b for b in chunk.blocks if b.ptr < end and b.ptr + b.size > address]
+        used = [block for block in blocks if not block.is_free]
         yield {
             "device": 0,
-            "address": chunk.ptr,
-            "total_size": chunk.size,
+            "address": address,
+            "total_size": size,
             "stream": 0,
             "segment_type": "small" if chunk.pool == "small" else "large",
             "segment_pool_id": (0, 0),
-            "is_expandable": False,
+            "is_expandable": size != chunk.size,
             "allocated_size": sum(block.size for block in used),
             "active_size": sum(block.size for block in used),
             "requested_size": sum(block.requested_bytes for block in used),
             "frames": [],
             "blocks": [
                 {
-                    "address": block.ptr,
-                    "size": block.size,
+                    "address": max(block.ptr, address),  # of a free one what is held
+                    "size": min(block.ptr + block.size, end) - max(block.ptr, address),
                     "requested_size": block.requested_bytes,
                     "state": "inactive" if block.is_free else "active_allocated",
                     "frames": [],
                 }
-                for block in chunk.blocks
+                for block in blocks
             ],
         }

@@ -221,8 +221,8 @@ def _check_numbers(first: float, calls_per_event: float) -> None:
     check_kind(calls_per_event, (int, float), "calls_per_event must be a number")
     if not 0 < first <= 1:
         raise AllocValueError(f"first={first} is outside (0, 1]; use for example 0.4")
-    if calls_per_event < 0:
-        raise AllocValueError(f"calls_per_event={calls_per_event} is negative; 0.05 is usual")
+    if not calls_per_event >= 0:
+        raise AllocValueError(f"calls_per_event={calls_per_event} is not 0 or more; 0.05 is usual")
 
 
 def _defaults(
@@ -241,8 +241,8 @@ def _defaults(
     return None
 
 
-def _most_calls(requests: Requests, calls_per_event: float) -> int:
-    return int(calls_per_event * requests.num_events) + _FEW_CALLS
+def _most_calls(requests: Requests, calls_per_event: float) -> float:
+    return calls_per_event * requests.num_events + _FEW_CALLS
 
 
 class _Limits(NamedTuple):
