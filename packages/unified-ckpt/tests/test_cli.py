@@ -155,6 +155,8 @@ def test_tier_lists_the_copies_of_a_node(
 ) -> None:
     with NodeTier(TierOptions(folder=tmp_path)) as tier:
         tier.save({"model": {"w": torch.ones(2)}}, 7)
+    assert main(["tier", str(tmp_path / "typo")]) == 2
+    assert f"{tmp_path / 'typo'} is no directory" in capsys.readouterr().err
     assert main(["tier", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "step 7, save " in said and "ranks 0 of 1" in said and f"{tmp_path}: 1 copies" in said

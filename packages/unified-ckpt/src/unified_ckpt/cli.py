@@ -123,6 +123,10 @@ def _add_recovery(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 def _tier(directory: Path) -> int:
     from unified_ckpt.tiers import held_copies
 
+    if not directory.is_dir():
+        raise CheckpointValueError(
+            f"{directory} is no directory; name the folder of TierOptions on this node"
+        )
     copies = held_copies(directory)
     for copy in sorted(copies, key=lambda copy: (copy.step, copy.token, copy.ranks)):
         ranks = ",".join(map(str, copy.ranks))

@@ -42,7 +42,9 @@ class ZeroCostSaver:
         saver: writes the snapshots; it is not closed by this object.
         num_microbatches: of a step; the copy is cut into that many chunks.
         check_changes: record the tensors' version counters and raise in `finish` where one was
-            changed before its snapshot was done. Changes through `.data` do not count versions.
+            changed before its snapshot was done, as buffers are that a forward changes: give
+            `begin_save` clones of those. Changes through `.data` do not count versions. False:
+            such a snapshot is saved, torn.
         timeout_s: bound on the wait in `finish`.
     """
 
@@ -51,7 +53,7 @@ class ZeroCostSaver:
         saver: AsyncSaver,
         *,
         num_microbatches: int,
-        check_changes: bool = False,
+        check_changes: bool = True,
         timeout_s: float = 600.0,
     ) -> None:
         check_type("saver", saver, AsyncSaver)
@@ -219,5 +221,6 @@ def _torn(changed: Sequence[str]) -> SaveError | None:
     shown = ", ".join(map(repr, changed[:5]))
     return SaveError(
         f"{len(changed)} tensors changed between begin_save and finish, so the snapshot is no "
-        f"state that existed: {shown}; change them only after finish()"
+        f"state that existed: {shown}; change them only after finish(), or give begin_save clones "
+        "of buffers that a forward changes"
     )
