@@ -172,3 +172,21 @@ def test_nothing_is_said_about_numpy_where_it_is_not_installed() -> None:
     code += f"cli.main({line.split()})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "2 distinct boxes" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan ep=2/ep=--1 ep=2 --shape 4",
+        "plan dp=2,ep=2/ep=0/flat=dp dp=2,ep=2 --shape 99999999999999999999",
+        "plan ep=2/ep=0 ep=2 --shape 8589934592,8589934592",
+        "boxes --mesh ep=99999999999999999999 --shape 4",
+        "plan dp=2/ranks=0-9999999999 dp=2 --shape 4",
+        "plan dp=2/dp=sum dp=2 --shape 4 --dtype float8_e4m3fn",
+    ],
+)
+def test_what_no_machine_holds_is_refused_with_a_message(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.startswith("mesh-spmd: ")

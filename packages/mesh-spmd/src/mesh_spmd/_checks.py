@@ -7,6 +7,8 @@ from typing import SupportsIndex
 
 from mesh_spmd.errors import MeshTypeError, MeshValueError
 
+RANKS_AT_MOST = 1 << 24  # of a mesh, and of a list of ranks
+
 
 def check_kind(value: object, kind: type | UnionType, rule: str) -> None:
     """Raise MeshTypeError with the `rule` that is broken unless `value` is a `kind`."""

@@ -120,6 +120,22 @@ def test_gradients_of_a_redistribution_are_torchs() -> None:
     run_ranks(fn, 4)
 
 
+def test_strides_are_those_of_the_part() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        mesh = ProcessMesh((2,), ("dp",))
+        device_mesh = mesh.to_device_mesh("cpu")
+        spec = TensorSpec((8, 3, 2), torch.float32, Spec(mesh, (Shard(0),)))
+        for dims in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+            there = [dims.index(dim) for dim in range(3)]
+            whole = torch.arange(48.0).view([(8, 3, 2)[d] for d in dims]).permute(there)
+            local = whole[4 * rank : 4 * rank + 4].permute(dims).contiguous().permute(there)
+            found = to_dtensor(local, spec, device_mesh)
+            assert found.stride() == whole.stride(), dims
+            assert torch.equal(found.flatten().full_tensor(), whole.flatten()), dims
+
+    run_ranks(fn, 2)
+
+
 def test_what_has_no_dtensor_is_refused_before_anything_moves() -> None:
     def fn(rank: int, world_size: int) -> None:
         mesh = SQUARE.to_device_mesh("cpu")

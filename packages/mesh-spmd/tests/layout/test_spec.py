@@ -137,3 +137,11 @@ def test_flat_ranges_cut_the_elements_of_each_box() -> None:
     assert [tensor.flat_range(rank) for rank in (0, 4, 3)] == [(0, 3), (3, 6), (0, 0)]
     assert tensor.local_shape(4) == (3,)
     assert tensor.box(4) == local_box((6, 3), flat.spec, 4)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(("ep", (1, 1)), ("ep", (2, 0))), ((1, 2, 3),), (1, 2), (("ep", (1, 1)), None)]
+)
+def test_sizes_that_are_no_pairs_or_stand_twice_are_refused(sizes: tuple) -> None:
+    with pytest.raises(MeshValueError, match="each axis once, got"):
+        Spec(ProcessMesh((2,), ("ep",)), (Shard(0),), (), sizes)

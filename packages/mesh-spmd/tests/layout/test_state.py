@@ -66,7 +66,8 @@ def test_ragged_parts_instead_of_replicas_are_as_even_as_they_can_be() -> None:
                 assert lengths == {size // math.prod(map(mesh.axis_size, axes))}, case
             elif len(axes) == 1:
                 assert max(lengths) == -(-size // mesh.axis_size(axes[0])), case
-                assert f"{axes[0]} is ragged" in pairs[1].reason, case
+                is_cut = f"{axes[0]} is ragged" in pairs[1].reason
+                assert is_cut == (size > 1), case
 
 
 def test_mistakes_name_the_tensor_or_the_rule() -> None:
@@ -80,3 +81,13 @@ def test_mistakes_name_the_tensor_or_the_rule() -> None:
         choose_layouts({"w": (8,)}, MESH, rules=["*"])  # type: ignore[arg-type]
     with pytest.raises(MeshTypeError, match="must map axes to tensor dims"):
         choose_layouts({"w": (8,)}, MESH, rules={"*": 0})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("shape", [(4,), (12,), (2,), (0,), (1,)])
+def test_ragged_axes_that_make_no_more_parts_replicate(shape: tuple[int, ...]) -> None:
+    mesh = ProcessMesh((4, 3, 2), ("a", "b", "c"))
+    rules = {"*": dict.fromkeys(mesh.axis_names, 0)}
+    (one,) = choose_layouts({"w": shape}, mesh, rules=rules, ragged=True)
+    boxes = set(all_boxes(shape, one.spec).values())
+    assert sum(box.numel for box in boxes) == shape[0]
+    assert min(box.numel for box in boxes) > 0 or shape[0] == 0

@@ -231,3 +231,10 @@ def test_meshes_that_torch_would_misread_are_refused() -> None:
             ProcessMesh.from_device_mesh(nameless)
 
     on_ranks(fn, 2)
+
+
+def test_ranks_are_whole_numbers_of_any_kind_and_not_without_end() -> None:
+    mesh = ProcessMesh((4,), ("ep",))
+    assert mesh.coordinate(torch.tensor(3)) == {"ep": 3}
+    with pytest.raises(MeshValueError, match="more than 16777216 ranks"):
+        ProcessMesh((10**20,), ("ep",))

@@ -121,3 +121,56 @@ def test_buffers_lie_where_what_a_rank_gives_lies_an_empty_tensor_too(
 ) -> None:
     """A group with a backend for each device does not say where the others' tensors lie."""
     assert device_of(given, None) == torch.device("meta")
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_gradients_have_gradients(partial: bool) -> None:
+    mesh = ProcessMesh((2,), ("dp",))
+    first = Partial("sum") if partial else Shard(0)
+    source = TensorSpec((3,), torch.float64, Spec(mesh, (first,)))
+    target = TensorSpec((3,), torch.float64, Spec(mesh, (Replicate(),)))
+    whole = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+
+    def fn(rank: int, world_size: int) -> None:
+        mine = whole / 2 if partial else whole[source.box(rank).slices()]
+        x = mine.clone().requires_grad_()
+        y = reshard_tensor(x, source, target)
+        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        ((x**2).sum() + (g**2).sum()).backward()
+        # Of sum(g^2) with g = 3 y^2: 36 y^3. A partial x is half of y on each rank.
+        expected = 2 * mine + 36 * (whole**3 if partial else mine**3)
+        assert torch.allclose(x.grad, expected), (x.grad, expected)
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("empty", [False, True])
+def test_ranks_outside_take_part_in_the_backward(dtype: torch.dtype, empty: bool) -> None:
+    source = TensorSpec((4,), dtype, Spec(ProcessMesh((1,), ("a",)), (Replicate(),)))
+    target = TensorSpec((4,), dtype, Spec(ProcessMesh((2,), ("b",)), (Shard(0),)))
+
+    def fn(rank: int, world_size: int) -> None:
+        outside = torch.empty(0, dtype=dtype) if empty else None
+        local = outside if rank else torch.ones(4, dtype=dtype, requires_grad=True)
+        held = reshard_tensor(local, source, target)
+        (held * (rank + 1)).abs().sum().backward()
+        if rank == 0:
+            assert local.grad.real.tolist() == [1, 1, 2, 2]
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_local_tensors_is_refused(count: int) -> None:
+    mesh = ProcessMesh((1,), ("a",))
+    part = TensorSpec((1,), torch.float32, Spec(mesh, (Replicate(),)))
+    whole = TensorSpec((2,), torch.float32, Spec(mesh, (Replicate(),)))
+
+    def fn(rank: int, world_size: int) -> None:
+        with pytest.raises(MeshValueError, match=f"{count} local tensors .* the plan has 2"):
+            join_tensors([torch.ones(1)] * count, [part, part], whole)
+        with pytest.raises(MeshTypeError, match="must be a tensor or None, got the list"):
+            reshard_tensor([torch.ones(1)], part, part)  # type: ignore[arg-type]
+
+    run_ranks(fn, 1)

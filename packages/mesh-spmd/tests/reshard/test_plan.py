@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from mesh_spmd import (
     FlatSpec,
@@ -319,3 +319,19 @@ def test_mistakes_are_named() -> None:
     averaged = TensorSpec((8,), torch.int64, Spec(mesh, (Partial("avg"),)))
     with pytest.raises(MeshTypeError, match="no exact result"):
         plan_reshard(averaged, TensorSpec((8,), torch.int64, one.spec))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16])
+def test_reductions_that_torch_lacks_are_refused_before_anything_moves(dtype: torch.dtype) -> None:
+    mesh = ProcessMesh((2,), ("dp",))
+    source = TensorSpec((4,), dtype, Spec(mesh, (Partial("sum"),)))
+    target = TensorSpec((4,), dtype, Spec(mesh, (Shard(0),)))
+    with pytest.raises(MeshTypeError, match=r"torch has no Partial\('sum'\) of torch"):
+        plan_reshard(source, target)
+
+
+@pytest.mark.parametrize("shape", [(1 << 33, 1 << 33), (0, 1 << 63), (1 << 61, 1)])
+def test_tensors_beyond_64_bits_are_refused(shape: tuple[int, ...]) -> None:
+    spec = Spec(ProcessMesh((2,), ("dp",)), (Replicate(),))
+    with pytest.raises(MeshValueError, match="more bytes than 64 bits count"):
+        TensorSpec(shape, torch.float32, spec)

@@ -4,12 +4,13 @@ The same in torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
@@ -19,7 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # What a torch function mode and what a dispatch mode see of `F.grouped_mm`.
 GROUPED_MM = torch._grouped_mm
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
+
+
+def not_compiled(fn: _Function) -> _Function:
+    """Let torch.compile leave a function out, as `torch.compiler.disable` does, which imports the
+    compiler.
+    """
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(fn.__code__, skip)
+    return fn
 
 
 def run_backward(

@@ -242,3 +242,36 @@ def test_a_gpu_gives_the_same_bits():
     ours = counter_normal(-5, ids, 77, dtype=torch.float64)
     theirs = counter_normal(-5, ids.cuda(), 77, dtype=torch.float64).cpu()
     torch.testing.assert_close(theirs, ours, atol=1e-12, rtol=1e-12)
+
+
+@pytest.fixture
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "default_dtype", [torch.bfloat16, torch.float16, torch.float64], indirect=True
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_are_the_same_under_any_default_dtype(default_dtype, dtype):
+    ids, key = torch.arange(64), counter_key(5)
+    found = counter_uniform(key, ids, 33, dtype=dtype)
+    normal = counter_normal(key, ids, 33, dtype=dtype)
+    torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, counter_uniform(key, ids, 33, dtype=dtype))
+    assert torch.equal(normal, counter_normal(key, ids, 33, dtype=dtype))
+    assert found.max() < 1
+
+
+def test_compiled_programs_draw_the_same_numbers():
+    ids = torch.arange(8)
+
+    def drawn(seed):
+        return counter_uniform(counter_key(seed), ids, 6) + 1
+
+    compiled = torch.compile(drawn, backend="eager")
+    for seed in (3, 1 << 40, 7):
+        assert torch.equal(compiled(seed), drawn(seed))

@@ -90,3 +90,26 @@ def test_routers_whose_bias_cannot_be_updated_are_refused_before_any_update():
         update_expert_bias([good, make().bfloat16()])
     assert good.e_score_correction_bias.tolist() == [0.0] * 4
     update_expert_bias([make(dtype=torch.bfloat16)])
+
+
+@pytest.mark.parametrize("way", ["assign", "to_empty"])
+def test_a_router_that_was_made_on_meta_counts_after_its_state_was_loaded(way):
+    options = RouterOptions(moe_router_enable_expert_bias=True)
+    config = MoEConfig(
+        hidden_size=4,
+        moe_intermediate_size=4,
+        num_experts=3,
+        num_experts_per_tok=1,
+        router=options,
+    )
+    state = TopKRouter(config).state_dict()
+    router = TopKRouter(config, device="meta")
+    if way == "to_empty":
+        router.to_empty(device="cpu")
+        router.tokens_per_expert.fill_(1 << 40)  # whatever lay there
+    router.load_state_dict(state, assign=way == "assign")
+    assert router.tokens_per_expert.tolist() == [0, 0, 0]
+    router.count(torch.tensor([5, 1, 0]))
+    update_expert_bias([router])
+    rate = options.moe_router_bias_update_rate
+    assert router.e_score_correction_bias.tolist() == pytest.approx([-rate, rate, rate])

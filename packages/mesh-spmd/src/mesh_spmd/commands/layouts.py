@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mesh_spmd._checks import RANKS_AT_MOST
 from mesh_spmd.commands.options import parse_integer, parse_mesh
 from mesh_spmd.errors import MeshSpmdError, MeshValueError
 
@@ -108,7 +109,7 @@ def _shards(text: str) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]]
             raise MeshValueError(f"{axis} is placed twice in {text!r}; place each axis once")
         if dim in PARTIAL_KINDS and not colon:
             placements[axis] = Partial(dim)
-        elif dim.lstrip("-").isdecimal():
+        elif dim.removeprefix("-").isdecimal():
             placements[axis] = Shard(int(dim))
             if colon:
                 sizes[axis] = _parts(parts, axis=axis)
@@ -140,5 +141,7 @@ def _ranks(text: str) -> list[int]:
         high = parse_integer(last, option=f"ranks={text} (as in 8-15)") if dash else low
         if high < low:
             raise MeshValueError(f"ranks={text} counts down in {item!r}; write {high}-{low}")
+        if high - low >= RANKS_AT_MOST:
+            raise MeshValueError(f"ranks={text} has more than {RANKS_AT_MOST} ranks in {item!r}")
         found += range(low, high + 1)
     return found

@@ -95,15 +95,23 @@ def to_dtensor(local: torch.Tensor, spec: TensorSpec, device_mesh: DeviceMesh) -
             f"rank {device_mesh.get_rank()} holds {spec.dtype} of shape {expected} of this spec, "
             f"but gave {local.dtype} of shape {tuple(local.shape)}"
         )
-    strides = [math.prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
     return DTensor.from_local(
         local,
         device_mesh,
         placements,
         run_check=False,
         shape=torch.Size(spec.shape),
-        stride=tuple(strides),
+        stride=_whole_strides(spec.shape, local),
     )
+
+
+def _whole_strides(shape: tuple[int, ...], local: torch.Tensor) -> tuple[int, ...]:
+    """Of a tensor whose dims lie in memory in the order in which those of its parts do."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(reversed(range(len(shape))), key=local.stride):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
 
 
 def redistribute(

@@ -69,7 +69,7 @@ class Spec:
             )
         object.__setattr__(self, "placements", placements)
         object.__setattr__(self, "order", _checked_order(self.mesh, self.order))
-        object.__setattr__(self, "sizes", _checked_parts(self, dict(self.sizes)))
+        object.__setattr__(self, "sizes", _checked_parts(self, _by_axis(self.sizes)))
 
     @classmethod
     def from_axes(
@@ -201,6 +201,19 @@ def _checked_order(mesh: ProcessMesh, order: Iterable[str]) -> tuple[str, ...]:
     rest = [axis for axis in mesh.axis_names if axis not in axes]
     whole = (*axes, *rest)
     return () if whole == mesh.axis_names else whole
+
+
+def _by_axis(sizes: object) -> Mapping[str, Iterable[SupportsIndex]]:
+    if isinstance(sizes, Mapping):
+        return sizes
+    pairs = [pair for pair in sizes if isinstance(pair, tuple) and len(pair) == 2]  # type: ignore[attr-defined]
+    found = dict(pairs)
+    if len(found) != len(sizes):  # type: ignore[arg-type]
+        raise MeshValueError(
+            "sizes must be pairs of an axis and the sizes of its parts, each axis once, got "
+            f"{sizes!r}"
+        )
+    return found
 
 
 def _checked_parts(

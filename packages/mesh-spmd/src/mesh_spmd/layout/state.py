@@ -64,7 +64,7 @@ def choose_layouts(
         mesh: the mesh.
         rules: for each pattern the tensor dim that each axis should shard.
         ragged: shard one more axis in parts that differ by one element at most, inside the axes
-            that divide, where that cuts the dim into more parts; zeros where there are too few.
+            that divide, where that cuts the dim into more parts; zeros for the indices beyond.
 
     Raises:
         MeshTypeError: an argument is of a wrong type.
@@ -140,9 +140,9 @@ def _fall_back(
     named = " x ".join(f"{axis}={mesh.axis_size(axis)}" for axis in axes)
     reason = f"dim {number} is {size}, which does not divide by {named}"
     reason += f" = {parts}: " if len(axes) > 1 else ": "
-    if ragged:
+    piece = size // math.prod(map(mesh.axis_size, fitting))
+    if ragged and piece > 1:  # else no axis makes more parts
         more = max(left, key=mesh.axis_size)
-        piece = size // math.prod(map(mesh.axis_size, fitting))
         count = mesh.axis_size(more)
         cuts.placements[more] = Shard(number)
         cuts.sizes[more] = tuple(piece // count + (i < piece % count) for i in range(count))

@@ -16,11 +16,13 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from mesh_spmd._checks import check_kind, checked_sizes
-from mesh_spmd.errors import MeshTypeError
+from mesh_spmd.errors import MeshTypeError, MeshValueError
 from mesh_spmd.layout.boxes import Box, dim_bounds, local_box
 from mesh_spmd.layout.flat import FlatSpec
 from mesh_spmd.layout.spec import Spec
 from mesh_spmd.mesh import ProcessMesh
+
+_MOST_BYTES = 1 << 63
 
 
 @final
@@ -31,8 +33,8 @@ class TensorSpec:
     Raises:
         MeshTypeError: `dtype` is no torch.dtype, `spec` is neither Spec nor FlatSpec, or `shape`
             does not hold integers.
-        MeshValueError: a size is negative, a placement shards a dim that the tensor lacks, or given
-            sizes do not add up.
+        MeshValueError: a size is negative, a placement shards a dim that the tensor lacks, given
+            sizes do not add up, or the tensor has more bytes than 64 bits count.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +49,8 @@ class TensorSpec:
             raise MeshTypeError(
                 f"the spec of a TensorSpec must be a Spec or a FlatSpec, got {self.spec!r}"
             )
+        if max(math.prod(shape) * self.dtype.itemsize, *shape, 0) >= _MOST_BYTES:
+            raise MeshValueError(f"a tensor of {shape} has more bytes than 64 bits count")
         bounds = dim_bounds(shape, self.boxes)
         if isinstance(self.spec, FlatSpec) and self.spec.sizes is not None:
             lengths = [{high - low for low, high in pairwise(b)} for b in bounds]

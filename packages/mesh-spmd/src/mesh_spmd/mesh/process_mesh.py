@@ -14,6 +14,7 @@ axis varies fastest. Two meshes with equal fields are equal and hash alike, on e
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_spmd._checks import check_kind, checked_sizes
+from mesh_spmd._checks import RANKS_AT_MOST, check_kind, checked_sizes
 from mesh_spmd.errors import MeshStateError, MeshTypeError, MeshValueError
 
 
@@ -62,6 +63,10 @@ class ProcessMesh:
                 f"has {len(names)}; give one name for each axis, and at least one axis"
             )
         size = math.prod(checked_shape)
+        if size > RANKS_AT_MOST:
+            raise MeshValueError(
+                f"mesh shape {checked_shape} holds more than {RANKS_AT_MOST} ranks"
+            )
         if ranks is None:
             checked_ranks = tuple(range(size))
         else:
@@ -119,6 +124,7 @@ class ProcessMesh:
             MeshValueError: `rank` is not in the mesh.
         """
         check_kind(rank, SupportsIndex, "rank must be an integer")
+        rank = operator.index(rank)
         if rank not in self._index_of:
             raise MeshValueError(
                 f"rank {rank} is not in {self!r}, which holds {self._known_ranks()}"

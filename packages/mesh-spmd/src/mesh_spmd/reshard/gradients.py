@@ -10,14 +10,16 @@ Such a rank gets an empty tensor, and its backward has to run too: add its sum t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mesh_spmd.errors import MeshTypeError
+from mesh_spmd._checks import check_kind
+from mesh_spmd.errors import MeshTypeError, MeshValueError
 from mesh_spmd.layout import TensorSpec
 from mesh_spmd.reshard.execute import Exchange, device_of, execute
 from mesh_spmd.reshard.parts import plan_join, plan_split
@@ -28,12 +30,25 @@ Local = torch.Tensor | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ways:
-    """The plans of both directions, and what carries their bytes."""
+    """The plans of both directions, and what carries their bytes.
+
+    again: of the gradient's gradient, which goes forward; partial sums have been reduced by then.
+    """
 
     forward: Plan
-    backward: Plan
+    backward: Callable[[], Plan]
+    again: Callable[[], Plan]
     group: ProcessGroup | None
     exchange: Exchange | None
+
+    def turned(self) -> _Ways:
+        return _Ways(
+            forward=self.backward(),
+            backward=self.again,
+            again=self.backward,
+            group=self.group,
+            exchange=self.exchange,
+        )
 
 
 def reshard_tensor(
@@ -60,8 +75,12 @@ def reshard_tensor(
         MeshValueError: shapes or dtypes differ.
     """
     forward = plan_reshard(source, target)
-    back = plan_reshard(_gradient(target, is_source=False), _gradient(source, is_source=True))
-    ways = _Ways(forward=forward, backward=back, group=group, exchange=exchange)
+    after, before = _gradient(target, is_source=False), _gradient(source, is_source=True)
+    back = plan_reshard(after, before)
+    again = (lambda: plan_reshard(before, after)) if source.partials else (lambda: forward)
+    ways = _Ways(
+        forward=forward, backward=lambda: back, again=again, group=group, exchange=exchange
+    )
     return _run(ways, [local])[0]
 
 
@@ -86,7 +105,7 @@ def split_tensor(
     forward = plan_split(whole, parts, dim=dim)
     ends = [_gradient(t, is_source=False) for t in (whole, *parts)]
     back = plan_join(ends[1:], ends[0], dim=dim)
-    return _run(_Ways(forward=forward, backward=back, group=group, exchange=exchange), [local])
+    return _run(_both(forward, back, group, exchange), [local])
 
 
 def join_tensors(
@@ -110,8 +129,19 @@ def join_tensors(
     forward = plan_join(parts, whole, dim=dim)
     ends = [_gradient(t, is_source=False) for t in (whole, *parts)]
     back = plan_split(ends[0], ends[1:], dim=dim)
-    ways = _Ways(forward=forward, backward=back, group=group, exchange=exchange)
-    return _run(ways, list(locals_))[0]
+    return _run(_both(forward, back, group, exchange), list(locals_))[0]
+
+
+def _both(
+    forward: Plan, back: Plan, group: ProcessGroup | None, exchange: Exchange | None
+) -> _Ways:
+    return _Ways(
+        forward=forward,
+        backward=lambda: back,
+        again=lambda: forward,
+        group=group,
+        exchange=exchange,
+    )
 
 
 def _gradient(tensor: TensorSpec, *, is_source: bool) -> TensorSpec:
@@ -128,17 +158,29 @@ def _gradient(tensor: TensorSpec, *, is_source: bool) -> TensorSpec:
 
 
 def _run(ways: _Ways, given: list[Local]) -> list[torch.Tensor]:
-    # A rank without data has no tensor that autograd could follow; an empty one stands for it.
-    device = device_of(given, ways.group)
-    anchors = [
-        torch.empty(
-            0, dtype=tensor.dtype, device=device, requires_grad=tensor.dtype.is_floating_point
+    sources = ways.forward.sources
+    if len(given) != len(sources):
+        raise MeshValueError(
+            f"{len(given)} local tensors were given, and the plan has {len(sources)}"
         )
-        if local is None
-        else local
-        for local, tensor in zip(given, ways.forward.sources, strict=False)
-    ]
+    for local in given:
+        check_kind(local, Local, "what a rank holds must be a tensor or None")
+    device, rank = device_of(given, ways.group), dist.get_rank()
+    pairs = zip(given, sources, strict=True)
+    anchors = [_anchor(local, tensor, device, rank) for local, tensor in pairs]
     return list(_Resharding.apply(ways, *anchors))
+
+
+def _anchor(local: Local, tensor: TensorSpec, device: torch.device, rank: int) -> torch.Tensor:
+    """What autograd follows: of a rank without data, which has no such tensor, an empty one."""
+    if local is None or (tensor.mesh.position(rank) is None and not local.requires_grad):
+        return torch.empty(
+            (0,) if local is None else local.shape,  # one that is not empty is refused later
+            dtype=tensor.dtype,
+            device=device if local is None else local.device,
+            requires_grad=tensor.dtype.is_floating_point or tensor.dtype.is_complex,
+        )
+    return local
 
 
 class _Resharding(torch.autograd.Function):
@@ -150,7 +192,7 @@ class _Resharding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        found = _carry(ctx.ways, ctx.ways.backward, gradients)
+        found = _Resharding.apply(ctx.ways.turned(), *gradients)
         return None, *(g.view(shape) for g, shape in zip(found, ctx.shapes, strict=True))
 
 

@@ -11,8 +11,9 @@ zeros on the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -195,3 +196,30 @@ def _check_reduction(kind: str, dtype: torch.dtype) -> None:
         raise MeshTypeError(f"Partial({kind!r}) is of torch.bool, got {dtype}")
     if kind in ("max", "min") and dtype.is_complex:
         raise MeshTypeError(f"Partial({kind!r}) of {dtype} has no order; give a real dtype")
+    if not _exists(kind, dtype):
+        raise MeshTypeError(
+            f"torch has no Partial({kind!r}) of {dtype}; reduce it in another dtype, such as "
+            "torch.float32"
+        )
+
+
+@cache
+def _exists(kind: str, dtype: torch.dtype) -> bool:
+    """Whether torch reduces such values, on the CPU, so that all ranks decide alike."""
+    try:
+        value = torch.zeros(1, dtype=torch.uint8).to(dtype)
+        _OPERATIONS[kind](value, value)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+_OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "any": torch.logical_or,
+    "all": torch.logical_and,
+}

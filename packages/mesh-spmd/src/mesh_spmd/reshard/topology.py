@@ -38,7 +38,7 @@ class Topology:
         for name in Topology.__slots__:
             check_kind(getattr(self, name), int | float, f"{name} must be a number")
             value, may_be_zero = getattr(self, name), name.endswith("latency_s")
-            if value < 0 or (value == 0 and not may_be_zero):
+            if not (value > 0 or (value == 0 and may_be_zero)):
                 wanted = "0 or more" if may_be_zero else "a number above 0"
                 raise MeshValueError(f"{name}={value} of a Topology; give {wanted}")
 

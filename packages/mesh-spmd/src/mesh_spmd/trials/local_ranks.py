@@ -207,7 +207,8 @@ def _how_it_ended(process: BaseProcess, folder: str, rank: int) -> str:
     if code is None:
         how = "closed its pipe"
     elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        names = {int(known): known.name for known in signal.Signals}
+        how = f"was killed by {names.get(-code, f'signal {-code}')}"
     else:
         how = f"ended with exit code {code}"
     with open(_stderr_of(folder, rank), errors="replace") as file:

@@ -51,7 +51,7 @@ def grouped_experts(
     `product(rows [R, K], weight [E, N, K], offsets int32 [E])` gives [R, N]: the rows of expert e,
     which end at `offsets[e]`, times its transposed weight, which may have any strides.
     """
-    counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32)
+    counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32, device="cpu")
     ends = counts.cumsum(0, dtype=torch.int32)
     # For copies of pinned memory the host does not wait.
     offsets = (ends.pin_memory() if x_RD.is_cuda else ends).to(x_RD.device, non_blocking=True)

@@ -68,7 +68,7 @@ def share_counts(
 def rows_by_expert(counts_WE: Tensor) -> Tensor:
     """[S], where rows sorted by expert, then rank, stand among rows sorted by rank, then expert."""
     num_ranks, num_experts = counts_WE.shape
-    expert_WE = torch.arange(num_experts).expand(num_ranks, num_experts)
+    expert_WE = torch.arange(num_experts, device=counts_WE.device).expand(num_ranks, num_experts)
     expert_S = torch.repeat_interleave(expert_WE.reshape(-1), counts_WE.reshape(-1))
     return torch.sort(expert_S, stable=True).indices
 

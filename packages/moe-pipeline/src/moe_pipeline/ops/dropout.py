@@ -18,10 +18,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_pipeline._torch_private import not_compiled
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.ops.rng import counter_blocks
 
 
+@not_compiled
 def dropout_add(
     x: Tensor, residual: Tensor, *, p: float, key: int, token_ids: Tensor, training: bool
 ) -> Tensor:
@@ -59,6 +61,7 @@ def dropout_add(
     return _DropoutAdd.apply(x, residual, token_ids, dropped, dtype)  # type: ignore[no-any-return]
 
 
+@not_compiled
 def dropout(
     x: Tensor,
     *,

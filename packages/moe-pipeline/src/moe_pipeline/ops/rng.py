@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moe_pipeline._torch_private import not_compiled
 from moe_pipeline.errors import MoETypeError, MoEValueError
 
 _MASK = (1 << 64) - 1
@@ -36,6 +37,7 @@ _CPU_LANES_PER_THREAD = 1 << 15  # two buffers of 256 KiB stay in a core's cache
 _CUDA_LANES = 1 << 25
 
 
+@not_compiled  # of ints of 64 bits, for which dynamo makes guards that it cannot read
 def counter_key(*parts: int) -> int:
     """One key of 64 bits from any integers, say (seed, layer, step, purpose); order matters.
 
@@ -49,6 +51,7 @@ def counter_key(*parts: int) -> int:
     return key
 
 
+@not_compiled
 def counter_uniform(
     key: int,
     token_ids_T: Tensor,
@@ -78,8 +81,10 @@ def counter_uniform(
         )
     blocks = counter_blocks(key, token_ids_T, width, first_column=first_column)
     out_TW = torch.empty(token_ids_T.shape[0], width, dtype=dtype, device=token_ids_T.device)
+    # A tensor: integers times a Python float are numbers of the default dtype, maybe a narrow one.
+    step = torch.full((), 2.0**-24, dtype=dtype, device=out_TW.device)
     for rows, bits in blocks:
-        torch.mul(bits.bitwise_and_(0xFFFFFF), 2.0**-24, out=out_TW[rows])
+        torch.mul(bits.bitwise_and_(0xFFFFFF), step, out=out_TW[rows])
     if dtype == torch.float64:
         more = counter_blocks(counter_key(key), token_ids_T, width, first_column=first_column)
         for rows, bits in more:
@@ -125,6 +130,7 @@ def counter_normal(
     return out_TW
 
 
+@not_compiled
 def counter_blocks(
     key: int, token_ids_T: Tensor, width: int, *, first_column: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:

@@ -15,7 +15,7 @@ Dims: T tokens of this rank, D hidden, E experts of the layer, K choices per tok
 choice, where a token may be taken by any number of experts).
 """
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -146,12 +146,25 @@ class TopKRouter(nn.Module):
             logits_TE=logits,
         )
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Counts, which are not saved, begin anew with a bias that is: after `to_empty` they are
+        whatever lay there, and of a layer that was made on meta they would stay there.
+        """
+        super()._load_from_state_dict(*arguments)
+        if self.config.router.moe_router_enable_expert_bias:
+            device = self.e_score_correction_bias.device
+            if self.tokens_per_expert.device != device:
+                self.tokens_per_expert = torch.empty_like(self.tokens_per_expert, device=device)
+            self.tokens_per_expert.zero_()
+
     def count(self, load_E: Tensor) -> None:
         """Add the rows per expert of a global microbatch, int64 [E], for `update_expert_bias`.
 
         Once for each forward, not for its recompute. Nothing to do without an expert bias.
         """
         if self.config.router.moe_router_enable_expert_bias:
+            if self.tokens_per_expert.device != load_E.device:  # on meta, where sums go nowhere
+                self.tokens_per_expert = torch.zeros_like(load_E)
             self.tokens_per_expert.add_(load_E)
 
     def _with_jitter(self, x_TD: Tensor, token_ids_T: Tensor | None) -> Tensor:
