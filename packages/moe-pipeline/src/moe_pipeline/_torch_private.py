@@ -13,7 +13,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import get_backend_config
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -56,6 +56,13 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def is_asked_for(node: Node) -> bool:
+    """Whether the backward that runs now goes to a node; True where none runs."""
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def backend_by_device(group: ProcessGroup) -> dict[str, str]:

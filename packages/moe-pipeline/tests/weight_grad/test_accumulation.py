@@ -424,3 +424,39 @@ def test_a_target_writes_first_and_adds_afterwards(seed):
     GradTarget(full, True).write([0], [left], [right])
     GradTarget(full, True).zero([0, 1])
     assert_close(full[0], 2 * (left @ right))
+
+
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_backwards_that_ask_for_other_tensors_add_nothing(seed, way, begun):
+    config = MoEConfig(
+        hidden_size=WIDTH,
+        moe_intermediate_size=WIDTH,
+        num_experts=4,
+        num_experts_per_tok=2,
+        experts=ExpertsOptions(gradient_accumulation_fusion=True),
+    )
+    layer = MoELayer(config).double()
+    x = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def gradients():
+        return {name: weight.grad for name, weight in layer.named_parameters()}
+
+    layer(x).hidden.sum().backward()
+    once = {name: grad.clone() for name, grad in gradients().items()}
+    of_x, x.grad = x.grad, None
+    if not begun:
+        layer.zero_grad()
+    before = {name: None if g is None else g.clone() for name, g in gradients().items()}
+    if way == "grad":
+        (found,) = torch.autograd.grad(layer(x).hidden.sum(), x)
+    else:
+        layer(x).hidden.sum().backward(inputs=[x])
+        found = x.grad
+    assert_close(found, of_x, **LIMITS)
+    for name, grad in gradients().items():
+        assert (grad is None) == (before[name] is None), name
+        assert grad is None or torch.equal(grad, before[name]), name
+    layer(x).hidden.sum().backward()
+    for name, grad in gradients().items():
+        assert_close(grad, once[name] * (1 + begun), **LIMITS)

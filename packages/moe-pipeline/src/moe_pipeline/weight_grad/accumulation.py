@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_pipeline._torch_private import FakeTensor, has_hooks
@@ -177,10 +178,17 @@ def is_observed(leaf: Tensor) -> bool:
 
 def _notes_of_accumulation(leaf: Tensor) -> dict[str, Any]:
     """What anybody has noted on the node that accumulates the leaf's gradient."""
+    node: Any = node_of_leaf(leaf)
+    notes: dict[str, Any] = node.metadata
+    return notes
+
+
+def node_of_leaf(leaf: Tensor) -> Node:
+    """The node that accumulates a leaf's gradient."""
     with torch.enable_grad():
         view: Any = leaf.expand_as(leaf)  # by hand: `get_gradient_edge` takes four times as long
-    notes: dict[str, Any] = view.grad_fn.next_functions[0][0].metadata
-    return notes
+    node: Node = view.grad_fn.next_functions[0][0]
+    return node
 
 
 def _is_like(grad: Tensor, leaf: Tensor) -> bool:

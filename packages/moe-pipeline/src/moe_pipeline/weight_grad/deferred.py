@@ -36,13 +36,19 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from moe_pipeline._torch_private import address, saved_tensors_hooks_in_force, storage_address
+from moe_pipeline._torch_private import (
+    address,
+    is_asked_for,
+    saved_tensors_hooks_in_force,
+    storage_address,
+)
 from moe_pipeline.weight_grad.accumulation import (
     PLAIN_TYPES,
     GradTarget,
     InPlaceAccumulation,
     fits,
     is_observed,
+    node_of_leaf,
 )
 from moe_pipeline.weight_grad.delivery import Ready, deliver
 
@@ -193,7 +199,7 @@ class DeferredWeightGrad:
     """
 
     # No dataclass: one is made for every use.
-    __slots__ = ("accumulation", "is_transposed", "leaf", "work_list")
+    __slots__ = ("accumulation", "is_transposed", "leaf", "node", "work_list")
 
     def __init__(
         self,
@@ -201,8 +207,10 @@ class DeferredWeightGrad:
         is_transposed: bool,
         accumulation: InPlaceAccumulation | None,
         work_list: WorkList | None,
+        alias: Tensor | None = None,
     ) -> None:
         self.leaf = leaf
+        self.node = None if alias is None else node_of_leaf(alias)
         self.is_transposed = is_transposed
         self.accumulation = accumulation
         self.work_list = work_list
@@ -213,8 +221,13 @@ class DeferredWeightGrad:
         return self.leaf.detach().mT if self.is_transposed else self.leaf.detach()
 
     def target(self) -> GradTarget | None:
-        """Where products may be put in place, in the layout of `weight`; None: nowhere."""
-        target = None if self.accumulation is None else self.accumulation.target(self.leaf)
+        """Where products may be put in place, in the layout of `weight`; None: nowhere.
+
+        Nor where a backward asks for the gradients of other tensors alone (`torch.autograd.grad`).
+        """
+        if self.accumulation is None or not (self.node is None or is_asked_for(self.node)):
+            return None
+        target = self.accumulation.target(self.leaf)
         return target.mT if self.is_transposed and target is not None else target
 
     @property
@@ -300,7 +313,8 @@ def accumulated(
     leaf = _leaf_of(weight)
     if leaf is None or leaf is not weight or is_observed(leaf):
         return weight, None
-    return _alias_of(leaf), DeferredWeightGrad(leaf, False, accumulation, None)
+    alias = _alias_of(leaf)
+    return alias, DeferredWeightGrad(leaf, False, accumulation, None, alias)
 
 
 def defer(
