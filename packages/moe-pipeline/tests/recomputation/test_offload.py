@@ -132,6 +132,27 @@ def test_gpu_storages_are_copied_once_and_parameters_not_at_all(seed):
 
 
 @pytest.mark.gpu(needs="storages that know their device")
+def test_gpu_users_on_other_streams_wait_for_the_copy_back(seed):
+    side = torch.cuda.Stream()
+
+    def function(x):
+        hidden = x * 2
+        here = hidden.square()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            there = hidden.sin() * hidden
+        torch.cuda.current_stream().wait_stream(side)
+        return (here + there).sum()
+
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)
+    (expected,) = torch.autograd.grad(function(x), x)
+    for _ in range(5):
+        with ActivationOffload():
+            loss = function(x)
+        assert_close(torch.autograd.grad(loss, x)[0], expected, atol=0, rtol=0)
+
+
+@pytest.mark.gpu(needs="storages that know their device")
 def test_gpu_limits_and_changes_in_place_are_respected(seed):
     x = torch.randn(256, 64, device="cuda", requires_grad=True)
     size = 256 * 64 * 4

@@ -13,8 +13,8 @@ device: on a CPU there is nowhere to go, and the context does nothing.
 
 Copies out run on a stream of their own, from and to pinned memory, after what the forward's stream
 has done so far; the device's memory is free for others once they are done. Copies back run on the
-stream that asks, so nothing has to wait for them but what uses them. A tensor must not be changed
-in place after it is saved: as with any hooks on saved tensors, autograd does not notice.
+stream that asks first; others that use the same storage wait for the copy. A tensor must not be
+changed in place after it is saved: as with any hooks on saved tensors, autograd does not notice.
 
 Other contexts compose: `discard_outputs` goes inside this one; within `recompute` only what is kept
 for its second forward is offloaded.
@@ -135,7 +135,8 @@ class _Offloaded:
         self, host: Tensor, done: torch.cuda.Event, device: torch.device, counts: _Counts
     ) -> None:
         self._host, self._done, self._device, self._counts = host, done, device, counts
-        self._back: torch.UntypedStorage | None = None
+        self._back: Tensor | None = None
+        self._is_back: torch.cuda.Event | None = None
         self._num_left = 0
         self.num_users = 0
         counts.alive_bytes += host.numel()
@@ -146,11 +147,16 @@ class _Offloaded:
 
     def storage(self) -> torch.UntypedStorage:
         """The bytes on the device again, in one copy for all users of a backward."""
-        if self._back is None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
-            self._back = self._host.to(self._device, non_blocking=True).untyped_storage()
+        stream = torch.cuda.current_stream(self._device)
+        if self._back is None or self._is_back is None:
+            stream.wait_event(self._done)
+            self._back = self._host.to(self._device, non_blocking=True)
+            self._is_back = stream.record_event()
             self._num_left = self.num_users
-        back, self._num_left = self._back, self._num_left - 1
+        else:  # this user may have another stream than the first
+            stream.wait_event(self._is_back)
+            self._back.record_stream(stream)
+        back, self._num_left = self._back.untyped_storage(), self._num_left - 1
         if self._num_left <= 0:
             self._back = None
         return back
