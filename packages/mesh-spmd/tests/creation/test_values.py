@@ -3,6 +3,7 @@ import random
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mesh_spmd import FlatSpec, MeshTypeError, MeshValueError, ProcessMesh, Spec, TensorSpec
 from mesh_spmd.creation import arange, empty, full, randn, shard_tensor
@@ -64,3 +65,24 @@ def test_what_cannot_be_made_is_refused() -> None:
         empty(whole, 6)
     with pytest.raises(MeshValueError, match="whole has shape"):
         shard_tensor(torch.zeros(5, dtype=torch.int8), whole, 0)
+
+
+def test_a_flat_part_takes_no_memory_for_its_box() -> None:
+    mesh = ProcessMesh((1024,), ("dp",))
+    spec = FlatSpec(Spec(mesh, (Replicate(),)), ("dp",))
+    tensor = TensorSpec((1 << 20, 4), torch.bfloat16, spec)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    with Sizes():
+        part = arange(tensor, 5)
+    begin, end = tensor.flat_range(5)
+    assert torch.equal(part, torch.arange(begin, end).to(torch.bfloat16))
+    assert largest <= 8 * (end - begin)

@@ -159,6 +159,10 @@ def test_what_has_no_dtensor_is_refused_before_anything_moves() -> None:
         odd = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=3), Shard(0)])
         with pytest.raises(MeshValueError, match=r"no order of the axes dp, tp .* \[3, 1\]"):
             tensor_spec_of(odd)
+        held = to_dtensor(local, good, mesh)
+        half = SQUARE.submesh("tp", of={"dp": 0})
+        with pytest.raises(MeshValueError, match="give the DeviceMesh of the same axes"):
+            redistribute(held, Spec(half, (Replicate(),)))
         unnamed = DTensor.from_local(local, DeviceMesh("cpu", [0, 1, 2, 3]), [Shard(0)])
         with pytest.raises(MeshValueError, match="without axis names"):
             tensor_spec_of(unnamed)

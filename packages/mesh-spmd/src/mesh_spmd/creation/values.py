@@ -96,25 +96,31 @@ def shard_tensor(whole: torch.Tensor, tensor: TensorSpec, rank: int) -> torch.Te
         raise MeshTypeError(f"whole has dtype {whole.dtype}, expected {tensor.dtype}")
     if tuple(whole.shape) != tensor.shape:
         raise MeshValueError(f"whole has shape {tuple(whole.shape)}, expected {tensor.shape}")
-    return _flat_part(whole[tensor.box(rank).slices()].clone(), tensor, rank)
+    part = whole[tensor.box(rank).slices()]
+    if not isinstance(tensor.spec, FlatSpec):
+        return part.clone()
+    begin, end = tensor.flat_range(rank)
+    return part.flatten()[begin:end].clone()
 
 
 def _places(tensor: TensorSpec, rank: int, device: torch.device | str | None) -> torch.Tensor:
     """The row-major number of each element of a rank's part in the whole tensor."""
     box = tensor.box(rank)
+    if isinstance(tensor.spec, FlatSpec):
+        inside = torch.arange(*tensor.flat_range(rank), device=device)
+        places, stride = torch.zeros_like(inside), 1
+        for dim in reversed(range(len(box.shape))):
+            length = max(box.shape[dim], 1)  # of an empty box there is nothing to divide
+            places += (inside % length + box.offset[dim]) * stride
+            inside //= length
+            stride *= tensor.shape[dim]
+        return places
     places = torch.zeros(box.shape, dtype=torch.int64, device=device)
     for dim, (begin, length) in enumerate(zip(box.offset, box.shape, strict=True)):
         stride = math.prod(tensor.shape[dim + 1 :])
         steps = torch.arange(begin, begin + length, device=device) * stride
         places += steps.view(-1, *(1 for _ in box.shape[dim + 1 :]))
-    return _flat_part(places, tensor, rank)
-
-
-def _flat_part(part: torch.Tensor, tensor: TensorSpec, rank: int) -> torch.Tensor:
-    if not isinstance(tensor.spec, FlatSpec):
-        return part
-    begin, end = tensor.flat_range(rank)
-    return part.flatten()[begin:end].clone()
+    return places
 
 
 def _mixed_bits(numbers: torch.Tensor) -> torch.Tensor:

@@ -82,12 +82,7 @@ def to_dtensor(local: torch.Tensor, spec: TensorSpec, device_mesh: DeviceMesh) -
     """
     check_kind(local, torch.Tensor, "to_dtensor needs this rank's local tensor")
     check_kind(spec, TensorSpec, "to_dtensor needs a TensorSpec")
-    mesh = ProcessMesh.from_device_mesh(device_mesh)
-    if mesh != spec.mesh:
-        raise MeshValueError(
-            f"the spec lies on {spec.mesh!r}, but {mesh!r} was given as device_mesh; give the "
-            "DeviceMesh of the same axes and ranks"
-        )
+    _check_mesh(spec, device_mesh)
     placements = _placements_of(spec)
     expected = spec.local_shape(device_mesh.get_rank())
     if tuple(local.shape) != expected or local.dtype != spec.dtype:
@@ -103,6 +98,15 @@ def to_dtensor(local: torch.Tensor, spec: TensorSpec, device_mesh: DeviceMesh) -
         shape=torch.Size(spec.shape),
         stride=_whole_strides(spec.shape, local),
     )
+
+
+def _check_mesh(spec: TensorSpec, device_mesh: DeviceMesh) -> None:
+    mesh = ProcessMesh.from_device_mesh(device_mesh)
+    if mesh != spec.mesh:
+        raise MeshValueError(
+            f"the spec lies on {spec.mesh!r}, but {mesh!r} was given as device_mesh; give the "
+            "DeviceMesh of the same axes and ranks"
+        )
 
 
 def _whole_strides(shape: tuple[int, ...], local: torch.Tensor) -> tuple[int, ...]:
@@ -139,9 +143,16 @@ def redistribute(
     check_kind(target, Spec, "redistribute needs a Spec as target")
     local, source = from_dtensor(dtensor)
     wanted = TensorSpec(source.shape, source.dtype, target)
-    _placements_of(wanted)  # refused before anything moves
+    device_mesh = dtensor.device_mesh if device_mesh is None else device_mesh
+    _placements_of(wanted)  # what cannot be is refused before anything moves
+    _check_mesh(wanted, device_mesh)
+    if set(wanted.mesh.ranks) != set(source.mesh.ranks):
+        raise MeshValueError(
+            f"{wanted.mesh!r} has other ranks than {source.mesh!r}; for those use reshard_tensor, "
+            "which has something to return on ranks outside"
+        )
     moved = reshard_tensor(local, source, wanted, group, exchange)
-    return to_dtensor(moved, wanted, dtensor.device_mesh if device_mesh is None else device_mesh)
+    return to_dtensor(moved, wanted, device_mesh)
 
 
 def _placements_of(spec: TensorSpec) -> tuple[Placement, ...]:
