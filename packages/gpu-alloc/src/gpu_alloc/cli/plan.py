@@ -27,10 +27,8 @@ def add_plan(commands: Commands) -> None:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    config, trace = (
-        effective_config(arguments),
-        load_trace(arguments.trace, device=arguments.device),
-    )
+    config = effective_config(arguments)
+    trace = load_trace(arguments.trace, device=arguments.device)
     plan = plan_step(trace, arguments.step, alignment_size=config.alignment_size)
     live = replay(trace, config).peak_live_bytes
     facts: dict[str, Any] = {

@@ -26,10 +26,8 @@ def add_plot(commands: Commands) -> None:
 
 
 def _run_plot(arguments: argparse.Namespace) -> int:
-    trace, config = (
-        load_trace(arguments.trace, device=arguments.device),
-        effective_config(arguments),
-    )
+    trace = load_trace(arguments.trace, device=arguments.device)
+    config = effective_config(arguments)
     if all(event.action != "alloc" for event in trace):
         raise AllocValueError("the trace allocates nothing; record a program that does")
     if arguments.out.suffix == ".pickle":

@@ -11,6 +11,7 @@ history are allocated at its beginning.
 
 import os
 import pickle
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -320,8 +321,10 @@ def _entry(action: str, ptr: int, size: int, event: TraceEvent) -> dict[str, Any
 
 def _segments(snapshot: Snapshot, held: Mapping[int, int]) -> Iterator[dict[str, Any]]:
     """A segment of each piece that is `held` (address -> bytes): chunks, or runs of their pages."""
+    chunks = sorted(snapshot.chunks, key=lambda chunk: chunk.ptr)
+    starts = [chunk.ptr for chunk in chunks]
     for address, size in held.items():
-        chunk = next(c for c in snapshot.chunks if c.ptr <= address < c.ptr + c.size)
+        chunk = chunks[bisect_right(starts, address) - 1]
         end = address + size
         blocks = [b for b in chunk.blocks if b.ptr < end and b.ptr + b.size > address]
         used = [block for block in blocks if not block.is_free]
