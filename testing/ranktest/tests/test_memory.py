@@ -11,3 +11,14 @@ def test_the_peak_is_what_was_resident_and_begins_again_when_it_is_forgotten() -
     assert peak_resident_bytes() - resident_bytes() >= 0.9 * SIZE_BYTES
     forget_peak()
     assert peak_resident_bytes() - resident_bytes() < 0.5 * SIZE_BYTES
+
+
+def test_what_was_free_before_is_not_growth_that_goes_unseen() -> None:
+    pieces = [bytes(10_000) + bytes([number % 256]) for number in range(SIZE_BYTES // 10_000)]
+    pinned = pieces[-1]  # the end of the heap stays in use, so nothing is given back by itself
+    del pieces
+    forget_peak()
+    before = resident_bytes()
+    again = [bytes(10_000) + bytes([number % 256]) for number in range(SIZE_BYTES // 10_000)]
+    assert peak_resident_bytes() - before >= 0.9 * SIZE_BYTES
+    assert pinned and again
