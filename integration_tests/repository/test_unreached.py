@@ -66,5 +66,5 @@ def test_a_list_says_for_whom_names_are_and_holds_no_other_names(parse: Parse) -
     assert "`lib.gone` is listed" in report and "room.load" not in report
     twice = '"for notebooks" = ["lib.room.load"]\n"for others" = ["lib.room.load"]'
     assert "a name is listed twice" in found(parse, twice, job=one)
-    many = "\n".join(f'"for number {n}" = []' for n in range(16))
-    assert "16 groups of names without a user; at most 15" in found(parse, many, job=USES[0])
+    many = f'"for others" = {[f"lib.room.number_{n}" for n in range(16)]}'
+    assert "16 names without a user; at most 15" in found(parse, many, job=USES[0])
