@@ -34,6 +34,42 @@ def test_clock_jumps_to_the_earliest_alarm(threads: Threads) -> None:
     assert seen == [("at once", 0.0), ("early", 2.0), ("late", 500.0)]
 
 
+def test_tasks_that_wait_for_one_moment_and_draw_the_same_chance_all_go_on(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(seed=1, threads=threads)
+    monkeypatch.setattr(scheduler._random, "getrandbits", lambda bits: 7)
+    seen: list[float] = []
+
+    def sleeper() -> None:
+        scheduler.sleep(2.0)
+        seen.append(scheduler.now_s)
+
+    for _ in range(5):
+        scheduler.spawn(sleeper)
+    scheduler.run(limit_s=5.0)
+    assert seen == [2.0] * 5
+
+
+def test_a_failure_of_the_simulation_ends_the_run_at_once_and_is_its_cause(
+    threads: Threads,
+) -> None:
+    scheduler, wait = Scheduler(seed=1, threads=threads), Signal()
+
+    def fail() -> None:
+        scheduler.sleep(1.0)
+        raise ZeroDivisionError("of the simulation")
+
+    scheduler.spawn(lambda: scheduler.block(wait, 9.0), "the one that waits")
+    scheduler.spawn(fail, "the one that fails")
+    started = time.monotonic()
+    with pytest.raises(SimulationStuckError, match=r"itself failed with ZeroDivision") as caught:
+        scheduler.run(limit_s=60.0)
+    assert time.monotonic() - started < 30
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "the one that waits" in str(caught.value) and "the one that fails" in str(caught.value)
+
+
 def test_signal_ends_a_wait_before_its_deadline(threads: Threads) -> None:
     scheduler, signal = Scheduler(seed=1, threads=threads), Signal()
     found: list[tuple[bool, float]] = []

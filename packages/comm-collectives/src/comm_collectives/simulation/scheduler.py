@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from heapq import heappop, heappush
+from itertools import count
 from random import Random
 from typing import final
 
@@ -128,7 +129,9 @@ class Scheduler:
         self._random = Random(seed)
         self._threads = threads
         self._ready: list[Task] = []
-        self._alarms: list[tuple[float, int, int, Task]] = []
+        self._alarms: list[tuple[float, int, int, int, Task]] = []
+        self._numbers = count()
+        self._failure: BaseException | None = None
         self._tasks: dict[Task, None] = {}
         self._current: Task | None = None
         self._done = threading.Lock()
@@ -152,7 +155,7 @@ class Scheduler:
         Raises:
             SimulationStuckError: the baton was not passed for `limit_s` of real time, or the run
                 has used `limit_s` of this process's CPU time; names the task that has the baton
-                and where it is, and where all others are.
+                and where it is, and where all others are. Or the simulation itself failed.
         """
         if not self._tasks:
             return
@@ -172,6 +175,10 @@ class Scheduler:
                 "virtual time, outside the calls that the simulator knows; wait only in calls of "
                 f"this package\n{self._stacks()}"
             )
+        if self._failure is not None:
+            raise SimulationStuckError(
+                f"the simulation itself failed with {self._failure!r}\n{self._stacks()}"
+            ) from self._failure
 
     def _stacks(self) -> str:
         """Where each task is: the one that has the baton first and in full."""
@@ -197,9 +204,10 @@ class Scheduler:
         if signal is not None:
             signal.waiters.append((task, task.turn))
         if deadline_s is not None:
-            # The second item breaks ties by chance, and the third keeps tasks from being compared.
-            chance = self._random.getrandbits(32)
-            heappush(self._alarms, (deadline_s, chance, task.turn, task))
+            # The second item breaks ties by chance, and the third those that are left: two of the
+            # ranks that wait for one deadline draw the same once in some 100,000 runs.
+            chance, number = self._random.getrandbits(32), next(self._numbers)
+            heappush(self._alarms, (deadline_s, chance, number, task.turn, task))
         self._switch(task)
         return task.woken
 
@@ -281,19 +289,29 @@ class Scheduler:
                 run()
         except Unwound:
             pass  # the end that was meant for it
-        finally:
-            del self._tasks[task]
-            if self._tasks:
-                self._hand_over()
-            else:
-                self._current = None
-                self._done.release()
+        except BaseException as error:
+            self._fail(error)
+            return
+        del self._tasks[task]
+        if not self._tasks:
+            self._current = None
+            self._done.release()
+            return
+        try:
+            self._hand_over()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run: what ranks raise is caught where they run, so the simulation is at fault."""
+        self._failure = error
+        self._done.release()
 
     def _advance(self) -> None:
         """Move the clock to the next alarm; unwind every task if there is none."""
         alarms = self._alarms
         while alarms and not self._ready:
-            time_s, _, turn, task = heappop(alarms)
+            time_s, _, _, turn, task = heappop(alarms)
             if task.is_blocked and task.turn == turn and time_s < _LONGEST_S:
                 self.now_s = max(self.now_s, time_s)
                 self._wake(task, turn, by_signal=False)

@@ -30,6 +30,11 @@ def test_random_schedules_end_right_everywhere_or_alike_everywhere() -> None:
     assert report.num_ranks > 1000
 
 
+def test_the_schedule_whose_ranks_draw_the_same_chance_ends() -> None:
+    """Three of them wait for one moment with the same 32 bits: once it stopped the simulation."""
+    assert fuzz(1, seed=232347275).num_right == 1
+
+
 def test_same_seed_gives_the_same_trial() -> None:
     first, second = (fuzz(20, seed=5, ranks=(2, 9)) for _ in range(2))
     assert first.endings == second.endings
