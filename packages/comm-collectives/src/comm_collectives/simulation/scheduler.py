@@ -20,12 +20,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
 from typing import final
 
 from comm_collectives.base.transport import Clock
+from comm_collectives.call.handles import Caught
 
 _LONGEST_S = 86_400.0  # of virtual time: who waits for longer polls without end
 _SHOWN_FRAMES = 6  # of tasks that only wait
@@ -284,27 +286,16 @@ class Scheduler:
 
     def _begin(self, task: Task, run: Callable[[], None]) -> None:
         task.thread = threading.get_ident()
-        try:
-            if task.doom is None:
-                run()
-        except Unwound:
-            pass  # the end that was meant for it
-        except BaseException as error:
-            self._fail(error)
-            return
-        del self._tasks[task]
-        if not self._tasks:
+        with Caught() as caught:
+            with suppress(Unwound):  # the end that was meant for it
+                if task.doom is None:
+                    run()
+            del self._tasks[task]
+            if self._tasks:
+                self._hand_over()
+                return
             self._current = None
-            self._done.release()
-            return
-        try:
-            self._hand_over()
-        except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the run: what ranks raise is caught where they run, so the simulation is at fault."""
-        self._failure = error
+        self._failure = caught.error  # what ranks raise is caught where they run
         self._done.release()
 
     def _advance(self) -> None:
