@@ -1,9 +1,11 @@
 """Saves in the background, with real saver processes and real kills."""
 
+import asyncio
 import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ from unified_ckpt import (
 )
 from unified_ckpt.background.async_saving import async_save
 from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.process import SaverProcess
+from unified_ckpt.background.process import SaverProcess, open_store
 from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.errors import CheckpointValueError, SaveArgumentError, SaveError
 from unified_ckpt.files.storage import FsspecStore, Location
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.saving.commit import Agreement
 from unified_ckpt.snapshots import SharedMemory, StagingLayout
 
 ROWS, COLUMNS = 40, 1000
@@ -345,3 +348,32 @@ def test_a_store_that_a_saver_process_cannot_open_is_refused_at_once(saver: Asyn
     place = Location(store=FsspecStore(fsspec.filesystem("memory")), key="run/checkpoint-1")
     with pytest.raises(CheckpointValueError, match="which a saver process opens anew"):
         async_save({"model": {"w": torch.zeros(5)}}, checkpoint_id=place, saver=saver)
+
+
+def test_who_stops_waiting_takes_nothing_back_and_later_saves_go_on(
+    tmp_path: Path, saver: AsyncSaver
+) -> None:
+    async def wait_briefly(outcome: Future[Any]) -> None:
+        await asyncio.wait_for(asyncio.wrap_future(outcome), 0)
+
+    for step in range(1, 4):  # more than there are buffers
+        response = async_save(shards(0, 1, step), checkpoint_id=tmp_path / f"{step}", saver=saver)
+        with pytest.raises(TimeoutError):
+            asyncio.run(wait_briefly(response.upload_completion))
+        assert not response.staging_completion.cancel()
+        assert response.upload_completion.result(timeout=60) is not None
+    assert verify_checkpoint(tmp_path / "3").problems == ()
+
+
+def test_savers_meet_on_this_machine_only_where_all_ranks_are_on_one() -> None:
+    def fn(rank: int, world_size: int) -> list[str]:
+        found = []
+        for node, host in (("one", None), ("one", "localhost"), (f"node-{rank}", "localhost")):
+            os.environ["UNIFIED_CKPT_NODE"] = node
+            agreement = Agreement(None, timeout_s=30.0, subject="test")
+            _, settings = open_store(agreement, AsyncSaverConfig(store_host=host))
+            found.append(settings["store"][0])
+        return found
+
+    for found in run_ranks(fn, 2, timeout_s=120):
+        assert found == ["127.0.0.1", "localhost", "localhost"]

@@ -3,9 +3,11 @@ import threading
 import pytest
 import torch
 
+from devicetest import fake_cuda
 from unified_ckpt import Shard
 from unified_ckpt.background.offloader import Offloader
 from unified_ckpt.errors import SaveError
+from unified_ckpt.geometry import shard
 from unified_ckpt.geometry.tensors.dtypes import _ALL
 from unified_ckpt.snapshots.shared_memory import SharedMemory
 from unified_ckpt.snapshots.staging import StagingLayout
@@ -102,3 +104,20 @@ def test_device_tensors_reach_pinned_memory_in_order_and_take_no_device_memory()
     assert torch.cuda.max_memory_allocated() == before
     offloader.close()
     memory.close()
+
+
+def test_device_tensors_whose_strides_change_arrive_whole() -> None:
+    """Slices are planned once: those of a tensor that was plain memory then."""
+    with fake_cuda(unchecked=[(shard, "_check_tensor")]):
+        plain = [torch.rand(300, 400, device="cuda"), torch.rand(9000, device="cuda")]
+        strided = [torch.rand(400, 300, device="cuda").t(), plain[1]]
+        layout = StagingLayout.of({"model": [whole(str(n), t) for n, t in enumerate(plain)]})
+        offloader = Offloader(16)
+        for tensors in (plain, strided, plain):
+            memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            views, done = layout.views(memory), threading.Event()
+            offloader.start(tensors, views, layout)
+            offloader.finish(done.set, on_error=never, timeout_s=10)
+            assert done.wait(10)
+            assert all(torch.equal(v, t.cpu()) for v, t in zip(views, tensors, strict=True))
+        offloader.close()

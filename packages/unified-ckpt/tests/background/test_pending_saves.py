@@ -107,3 +107,10 @@ def test_views_of_a_buffer_are_made_once_a_layout(buffer: StagingBuffer) -> None
     layout = StagingLayout((), (), 0)
     assert buffer.views(layout) is buffer.views(layout)
     assert buffer.tensor.dtype == torch.uint8
+
+
+def test_a_save_is_not_cancelled_by_who_waits_no_longer() -> None:
+    outcome = UploadFuture()
+    assert not outcome.cancel() and not outcome.done()
+    outcome.set_result(None)
+    assert outcome.result() is None

@@ -361,11 +361,18 @@ def test_a_rank_that_does_not_decide_is_named_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"save_steps": 0}, {"save_minutes": -1.0}, {"best_mode": "least"}]
+    "options",
+    [
+        {"save_steps": 0},
+        {"save_minutes": -1.0},
+        {"best_mode": "least"},
+        {"timeout_s": None},
+        {"save_total_limit": 1.5},
+    ],
 )
 def test_wrong_options_are_named(options: dict) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((ValueError, TypeError), match=name):
         ManagerOptions(**options)
 
 

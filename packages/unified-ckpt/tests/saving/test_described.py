@@ -121,3 +121,14 @@ def test_ranks_of_two_nodes_write_no_file_together_and_all_loads_find_the_boxes(
     boxes = {f"over@{2 * r}:{2 * r + 2},0:8@8,8" for r in range(4)}
     assert set(read_index(tmp_path / "nodes")) == {"copy", *boxes}
     assert set(read_index(tmp_path / "shared")) == {"copy", "over"}
+
+
+def test_keys_that_would_be_read_as_boxes_of_a_tensor_are_refused(tmp_path: Path) -> None:
+    for key in ("w@0:4@8", "w@0:2,0:2@2,2", "w/moment1/scale@0:4"):
+        with pytest.raises(SaveArgumentError, match="the form in which boxes of a tensor"):
+            save({"model": {key: torch.zeros(4)}}, checkpoint_id=tmp_path / "c")
+    state = {"model": {"w@0:4": torch.ones(4), "me@home": torch.ones(2)}}
+    save(state, checkpoint_id=tmp_path / "c")
+    again = {"model": {key: torch.zeros_like(t) for key, t in state["model"].items()}}
+    load(again, checkpoint_id=tmp_path / "c")
+    assert all(tensor.all() for tensor in again["model"].values())

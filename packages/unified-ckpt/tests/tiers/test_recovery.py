@@ -55,3 +55,5 @@ def test_the_goal_is_said_in_plain_lines() -> None:
 def test_steps_that_are_none_are_refused() -> None:
     with pytest.raises(CheckpointValueError, match="tier_steps=0 must be positive"):
         recovery_goals(plan_of(2, 1), tier_steps=0, storage_steps=1)
+    with pytest.raises(CheckpointValueError, match="saves_behind=-5 must not be negative"):
+        recovery_goals(plan_of(2, 1), tier_steps=1, storage_steps=2, saves_behind=-5)

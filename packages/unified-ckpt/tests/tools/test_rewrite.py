@@ -9,12 +9,13 @@ import torch
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, read_index, save, verify_checkpoint
 from unified_ckpt.cli import main
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CorruptCheckpointError, KeptFilesWarning, LoadError
 from unified_ckpt.files.format.header import HeaderEntry, encode_header
 from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry.layouts.layouts import ParallelDegrees, rank_box
 from unified_ckpt.geometry.regions import box_region
 from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.options import SaveOptions
 from unified_ckpt.tools.diff import diff_checkpoints
 from unified_ckpt.tools.rewrite import export_model, reshard, rule_by_name
 
@@ -259,3 +260,37 @@ def test_weights_alone_do_not_take_the_place_of_their_checkpoint(tmp_path: Path)
         with pytest.raises(ValueError, match=r"is the source, whose optimizer .* would be gone"):
             export_model(place, target)
     assert (place / "optimizer.safetensors").exists()
+
+
+def test_weights_that_only_the_master_weights_have_are_exported_from_them(tmp_path: Path) -> None:
+    masters = {"w": torch.randn(4, 3), "b": torch.randn(4)}
+    low = {key: tensor.bfloat16() for key, tensor in masters.items()}
+    state = {"model": {**low, "frozen": torch.randn(2)}, "master_weights": masters}
+    state["ema"] = {"w": torch.randn(4, 3)}
+    options = SaveOptions(skip_save_model_weight=True)
+    save(state, checkpoint_id=tmp_path / "run", options=options)
+    for part, w in (("model", "master_weights"), ("master_weights", "master_weights")):
+        assert_exported(tmp_path, part, {**state["model"], **masters, "w": state[w]["w"]})
+    assert_exported(tmp_path, "ema", {**state["model"], **masters, "w": state["ema"]["w"]})
+    save(state, checkpoint_id=tmp_path / "run")
+    assert_exported(tmp_path, "model", state["model"])
+
+
+def assert_exported(folder: Path, part: str, wanted: dict[str, torch.Tensor]) -> None:
+    export_model(folder / "run", folder / "weights", part=part)
+    found = safetensors.torch.load_file(folder / "weights" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted), part
+    assert all(found[key].dtype == wanted[key].dtype for key in wanted), part
+
+
+def test_a_checkpoint_with_files_of_others_is_resharded_in_its_own_place(tmp_path: Path) -> None:
+    tensors = model()
+    run = put(tmp_path / "run", tensors)
+    (run / "notes.txt").write_text("mine")
+    with pytest.warns(KeptFilesWarning, match="keeps the files"):
+        reshard(run, run, ParallelDegrees(world_size=2, tp=2))
+    assert (run / "notes.txt").read_text() == "mine" and (run / "config.json").exists()
+    again = {"model": {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}}
+    load(again, checkpoint_id=run)
+    assert all(torch.equal(again["model"][key], tensors[key]) for key in tensors)

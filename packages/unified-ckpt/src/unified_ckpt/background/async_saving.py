@@ -75,6 +75,7 @@ def async_save(
         loss=loss,
     )
     staged: Future[None] = Future()
+    staged.set_running_or_notify_cancel()  # nothing takes a copy back
 
     def submit() -> None:
         staged.set_result(None)

@@ -46,6 +46,8 @@ class DeviceCopies:
                 )
             if is_plain_device_memory(source):
                 source = as_bytes(source)[begin:end]
+            elif begin:  # cut when its strides were others; its first slice takes all of it
+                continue
             first = int(view.storage_offset()) * view.element_size() + begin
             placed.setdefault(source.device, []).append(Placed(source, first))
         if not placed:

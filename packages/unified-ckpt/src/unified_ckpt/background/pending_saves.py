@@ -21,6 +21,7 @@ class UploadFuture(Future["SaveReport | None"]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # nothing takes a save back: `cancel` returns False
         self.seen = False
 
     def result(self, timeout: float | None = None) -> SaveReport | None:

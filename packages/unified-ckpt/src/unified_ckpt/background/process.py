@@ -26,6 +26,7 @@ import unified_ckpt
 from unified_ckpt._torch_private import TCPStore
 from unified_ckpt.background.config import AsyncSaverConfig
 from unified_ckpt.errors import CheckpointValueError, SaveError
+from unified_ckpt.node import node_name
 from unified_ckpt.saver_process import MAX_MESSAGE_BYTES, connect_store, host_store
 from unified_ckpt.saving.commit import Agreement
 
@@ -42,13 +43,12 @@ def open_store(
     """
     store = None
     with agreement.phase("open store") as phase:
-        host = config.store_host or socket.gethostname()
         if agreement.size > 1 and agreement.rank == 0:
             store = host_store(timeout_s=config.timeout_s)
-        phase.payload = [host, store.port if store is not None else 0]
-    host, port = phase.results[0]
-    if all(other == host for other, _ in phase.results):
-        host = "127.0.0.1"
+        port = 0 if store is None else store.port
+        phase.payload = [node_name(), config.store_host, socket.gethostname(), port]
+    node, given, host, port = phase.results[0]
+    host = given or ("127.0.0.1" if all(one[0] == node for one in phase.results) else host)
     with agreement.phase("connect to store"):
         if agreement.size > 1 and store is None:
             # Peers wait for the outcome, and torch's client ends up to twice as late as it is told.

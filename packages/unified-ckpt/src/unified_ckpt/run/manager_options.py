@@ -42,8 +42,11 @@ class ManagerOptions:
     def __post_init__(self) -> None:
         for name in ("save_steps", "save_minutes", "save_total_limit", "timeout_s", "lease_s"):
             value = getattr(self, name)
-            check_type(name, value, int, float, type(None))
-            if value is not None and not value > 0:
-                raise CheckpointValueError(f"{name}={value!r} must be positive, or None")
+            if value is None and name.startswith("save_"):
+                continue
+            real = () if name in ("save_steps", "save_total_limit") else (float,)
+            check_type(name, value, int, *real)
+            if not value > 0:
+                raise CheckpointValueError(f"{name}={value!r} must be positive")
         if self.best_mode not in ("min", "max"):
             raise CheckpointValueError(f"best_mode={self.best_mode!r}; expected 'min' or 'max'")

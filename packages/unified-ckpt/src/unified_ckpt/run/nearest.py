@@ -28,7 +28,8 @@ def resume_nearest(
     """Load from the tier if it has a state as new as storage has, else as `manager.resume`.
 
     Collective. A state of the tier that cannot be loaded (another layout, damage of all copies) is
-    passed over with a `DamagedCheckpointWarning`.
+    passed over with a `DamagedCheckpointWarning`; if storage passed over a damaged checkpoint, the
+    tier may have a newer one than it came to.
 
     Args:
         manager: of the run's folder in storage, a directory or in a store.
@@ -43,7 +44,22 @@ def resume_nearest(
     agreement = Agreement(group, timeout_s=manager.options.timeout_s, subject=subject)
     with agreement.phase("newest") as phase:
         if agreement.rank == 0:
-            newest = get_last_checkpoint(manager.folder)
-            phase.payload = 0 if newest is None else step_of(newest)
-    found = tier.resume(load_one, at_least=phase.results[0])
-    return manager.resume(load_one) if found is None else found
+            last = get_last_checkpoint(manager.folder)
+            phase.payload = 0 if last is None else step_of(last)
+    newest = phase.results[0]
+    found = tier.resume(load_one, at_least=newest)
+    if found is not None:
+        return found
+    stored = manager.resume(load_one)
+    step = 0 if stored is None else step_of(stored[0])
+    if step >= newest:
+        return stored
+    tried: list[object] = []
+
+    def load_again(place: Path) -> _T:
+        tried.append(place)
+        return load_one(place)
+
+    found = tier.resume(load_again, at_least=step + 1)
+    # What was begun has filled destinations, on all ranks.
+    return found or (manager.resume(load_one) if tried else stored)

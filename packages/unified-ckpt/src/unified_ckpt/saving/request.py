@@ -28,6 +28,8 @@ from unified_ckpt.state.compression import compress_moments
 
 STATE_NAME = "unified_ckpt.json"
 STATE_VERSION = 3  # since then values say their types, and structures are stored
+_BOX = r"@\d+:\d+(?:,\d+:\d+)*"
+_OF_A_BOX = re.compile(rf"(?:/scale{_BOX}|{_BOX}@\d+(?:,\d+)*)\Z")  # see `PartIndex`
 _PART = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
@@ -128,6 +130,11 @@ def make_request(
     """
     options = options or SaveOptions()
     flat = flatten_state(state_dict, layout=options.layout, ignored_keys=options.ignored_keys)
+    for key in (shard.key for shards in flat.parts.values() for shard in shards):
+        if "@" in key and _OF_A_BOX.search(key):
+            raise CheckpointValueError(
+                f"key {key!r} has the form in which boxes of a tensor are stored; name it otherwise"
+            )
     parts, aliases = _without_aliases(flat, options.tied)
     if options.remove_master_weight:
         parts.pop(MASTER_WEIGHTS, None)

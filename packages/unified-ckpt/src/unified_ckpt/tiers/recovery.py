@@ -44,11 +44,13 @@ def recovery_goals(
             trainer waits for, `num_buffers` for an `AsyncSaver`.
 
     Raises:
-        CheckpointValueError: a number of steps is not positive.
+        CheckpointValueError: a number of steps is not positive, or `saves_behind` is negative.
     """
     for name, steps in (("tier_steps", tier_steps), ("storage_steps", storage_steps)):
         if steps is not None and steps < 1:
             raise CheckpointValueError(f"{name}={steps} must be positive")
+    if saves_behind < 0:
+        raise CheckpointValueError(f"saves_behind={saves_behind} must not be negative")
     fatal = min(1 + len(plan.keepers(node)) for node in range(len(plan.nodes)))
     behind = 1 + saves_behind
     goals = [

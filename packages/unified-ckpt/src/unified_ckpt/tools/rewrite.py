@@ -21,6 +21,8 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
 from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
 from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.loading import read_state_file
+from unified_ckpt.options import MASTER_WEIGHTS
 from unified_ckpt.plans import FilePlan, Piece, SavePlan, plan_save
 from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.saving.commit import (
@@ -118,6 +120,8 @@ def reshard(
             kept_sharded[part] = _hold(part, reader, degrees, rule_of, held)
         plan = plan_save(held, kept_sharded=kept_sharded)
         others = other_files(checkpoint)
+        if _are_one_place(source, target):  # files of others stay by themselves
+            others &= checkpoint.names()
         return _write(plan, held, lambda part, _: readers[part], target, checkpoint, others)
 
 
@@ -130,7 +134,8 @@ def export_model(
 
     Args:
         part: whose tensors become the weights: `model`, or its moving average `ema`, or
-            `master_weights`. What that part lacks (frozen weights, buffers) comes from `model`.
+            `master_weights`. What that part lacks (frozen weights, buffers) comes from `model`, and
+            what that lacks by `skip_save_model_weight` from `master_weights`, in their dtype.
 
     Raises:
         LoadError: the source cannot be read, is damaged, or has no such part.
@@ -140,14 +145,17 @@ def export_model(
     _check_apart(source, target)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint(source))
-        model = stack.enter_context(BoxReader(checkpoint, "model"))
-        chosen = model if part == "model" else stack.enter_context(BoxReader(checkpoint, part))
-        if strange := sorted(chosen.tensors.keys() - model.tensors.keys()):
+        skipped = read_state_file(checkpoint).get("skip_save_model_weight")
+        parts = [*([MASTER_WEIGHTS] if skipped else []), "model", *({part} - {"model"})]
+        readers = [stack.enter_context(BoxReader(checkpoint, name)) for name in parts]
+        known = {key for reader in readers[: parts.index("model") + 1] for key in reader.tensors}
+        if strange := sorted(readers[-1].tensors.keys() - known):
             raise CheckpointValueError(
                 f"part {part!r} of {checkpoint.folder} holds no weights: {strange[0]!r} is no "
                 "tensor of the model; export model, ema or master_weights"
             )
-        sources = {key: chosen if key in chosen.tensors else model for key in model.tensors}
+        # Of parts that hold a tensor the last one gives it.
+        sources = {key: reader for reader in readers for key in reader.tensors}
         metas = [_whole(key, sources[key]) for key in sorted(sources)]
         held = [{"model": metas}]
         names = other_files(checkpoint) & _MODEL_FILES
@@ -157,16 +165,20 @@ def export_model(
 
 def _check_apart(source: Path | str | Location, target: Path | str | Location) -> None:
     """Refuse to put the weights alone in the place of the checkpoint that they come from."""
+    if _are_one_place(source, target):
+        raise CheckpointValueError(
+            f"target={str(target)!r} is the source, whose optimizer and other parts would be gone; "
+            "choose another directory for the weights"
+        )
+
+
+def _are_one_place(source: Path | str | Location, target: Path | str | Location) -> bool:
     places = []
     for name, given in (("source", source), ("target", target)):
         place = as_target(name, given)
         on_disk = place.on_disk if isinstance(place, Location) else place
         places.append(str(place) if on_disk is None else os.path.realpath(on_disk))
-    if places[0] == places[1]:
-        raise CheckpointValueError(
-            f"target={str(target)!r} is the source, whose optimizer and other parts would be gone; "
-            "choose another directory for the weights"
-        )
+    return places[0] == places[1]
 
 
 def _hold(
