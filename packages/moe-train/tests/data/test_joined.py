@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,24 @@ def test_pairs_are_not_trained_on(tmp_path: Path) -> None:
     corpus = prepared(tmp_path, ("preference", "pad", [[1, 2]]))
     with pytest.raises(ValueError, match=r's0 has kind="preference".* train on text, chat, tokens'):
         open_joined(corpus, sequence_length=5, reset_at_documents=True)
+
+
+def test_a_source_without_a_token_to_predict_is_refused_by_its_name(tmp_path: Path) -> None:
+    documents = [np.arange(1, 9)] * 200
+    corpus = prepared(
+        tmp_path, ("chat", "best_fit", [[1, 2]]), ("chat", "pad", [[1]]), ("text", "pad", [[1]])
+    )
+    none, cut = np.zeros(8, np.uint8), np.array([0, 0, 0, 0, 0, 0, 1, 1], np.uint8)
+    last = [*[none] * 199, np.ones(8, np.uint8)]
+    for wrong in (none, cut):
+        write_store(corpus.sources[1].train, documents, vocab_size=100, trained=[wrong] * 200)
+        with pytest.raises(ValueError, match=r's1 has no token .* train part; .* role "assistant"'):
+            open_joined(corpus, sequence_length=5, reset_at_documents=True)
+    write_store(corpus.sources[1].train, documents, vocab_size=100, trained=last)
+    with pytest.raises(ValueError, match=r"source s2 has no token to predict"):
+        open_joined(corpus, sequence_length=5, reset_at_documents=True)
+    held = tmp_path / "held.bin"
+    write_store(held, documents, vocab_size=100, trained=[none] * 200)
+    other = replace(corpus.sources[1], validation=held)
+    with pytest.raises(ValueError, match=r"source s1 has no token .* its validation part"):
+        open_joined(replace(corpus, sources=(other,)), sequence_length=5, reset_at_documents=True)

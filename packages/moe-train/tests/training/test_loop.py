@@ -7,9 +7,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.numpy import save_file
 
 from moe_train.checkpoint import TrainerState, newest_checkpoint, read_state
 from moe_train.config import Config
@@ -408,6 +410,46 @@ def test_figures_name_the_layers_with_experts_and_the_busiest_expert() -> None:
         "expert_load_max_over_mean": 2.0,
     }
     assert step_metrics(result(load_LE=[[0, 0]]))["expert_load_max_over_mean"] == 0
+
+
+def test_the_loss_of_no_token_is_no_number() -> None:
+    assert math.isnan(step_metrics(result(loss=0.0, num_tokens=0))["loss"])  # type: ignore[arg-type]
+
+
+def test_what_predicts_no_token_is_no_figure_and_not_the_best(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    """One row has targets in each part; neither the first step nor the validation reads it."""
+    ids = np.arange(40 * 8, dtype=np.int64).reshape(40, 8) % 200 + 50
+    ids[:, 0] = np.arange(40) + 1
+    path = tmp_path / "rows.safetensors"
+    config = configure(
+        f'data.corpus=["{path}"]',
+        "data.kind=tokens",
+        "data.packing=pad",
+        f"tokenizer.file={trained_run / 'checkpoint-2'}",
+        "train.max_steps=8",
+        "train.global_batch_size=2",
+        "train.validation_interval_steps=2",
+        "train.validation_sequences=1",
+        "checkpoint.keep_best=true",
+    )
+    save_file({"input_ids": ids, "loss_mask": np.ones_like(ids)}, path)
+    _, held = open_splits(config, prepare(config))
+    last = held.num_sequences - 1
+    trained = [1, int(held.batch([last]).input_ids[0, 0])]
+    mask = np.isin(ids[:, :1], trained) * np.ones_like(ids)
+    save_file({"input_ids": ids, "loss_mask": mask}, path)
+    (ran,) = run_loop(config)
+    lines = metrics(config)
+    found = [line["loss"] for line in lines if "loss" in line]
+    assert len(found) == 8
+    assert None in found
+    assert 0.0 not in found
+    said = [(v["validation_loss"], v["validation_perplexity"]) for v in lines if "loss" not in v]
+    assert said == [(None, None)] * 4
+    assert ran.saved is not None
+    assert read_state(ran.saved).best_validation_loss is None
 
 
 def test_losses_that_most_jobs_lack_are_named_where_they_are() -> None:

@@ -19,8 +19,10 @@ from moe_train.data.mixture import Mixture
 from moe_train.data.packing import Batch, SequenceForm, Split, open_split
 from moe_train.data.prepare import PreparedCorpus
 from moe_train.errors import TrainValueError
+from moe_train.labels import IGNORED_LABEL
 
 _TRAINABLE = ("text", "chat", "tokens")
+_LOOKED_AT = 64  # sequences at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ def open_joined(
     """The training and the held-out part of a corpus.
 
     Raises:
-        ValueError: a source is too small, cannot be packed so, or holds what is not trained on.
+        ValueError: a source is too small, cannot be packed so, has no token to predict, or holds
+            what is not trained on.
     """
     form = SequenceForm(
         length=sequence_length,
@@ -107,12 +110,28 @@ def _open(prepared: PreparedCorpus, form: SequenceForm, part: str) -> JoinedSpli
                 f"checks, but which is not trained on; train on {', '.join(_TRAINABLE)}"
             )
         own = replace(form, truncate=source.kind == "chat")
-        splits.append(open_split(getattr(source, part), source.packing, own))
+        split = open_split(getattr(source, part), source.packing, own)
+        if not _has_target(split):
+            raise TrainValueError(
+                f"source {source.name} has no token to predict in its {part} part; of conversations"
+                ' messages of the role "assistant" are trained on, unless of weight 0, in the '
+                f"first data.sequence_length={form.length} tokens; of token files what loss_mask "
+                'says. Give the answers the role "assistant", raise data.sequence_length, or '
+                "change data.validation_fraction"
+            )
+        splits.append(split)
     return JoinedSplit(
         names=tuple(source.name for source in prepared.sources),
         splits=tuple(splits),
         order=Mixture([split.num_sequences for split in splits]),
     )
+
+
+def _has_target(split: Split) -> bool:
+    """Whether any sequence predicts a token; reads no further than the first that does."""
+    numbers = range(split.num_sequences)
+    parts = (split.batch(numbers[at : at + _LOOKED_AT]) for at in numbers[::_LOOKED_AT])
+    return any(bool((part.labels != IGNORED_LABEL).any()) for part in parts)
 
 
 def _describe(name: str, split: Split) -> str:

@@ -345,7 +345,7 @@ class TrainingLoop:
         for batches in self._validation_batches():
             loss, tokens = self.training.runner.evaluate(batches)
             total, count = total + loss, count + tokens
-        mean = total / max(count, 1)
+        mean = total / count if count else math.nan  # of no token there is no mean
         self._report({"validation_loss": mean, "validation_perplexity": math.exp(min(mean, 700.0))})
         return mean
 

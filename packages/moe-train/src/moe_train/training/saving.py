@@ -84,6 +84,8 @@ class Saver:
     def note_validation(self, step: int, loss: float) -> None:
         """Note the loss that a validation after `step` has found, the same on every rank."""
         best = self.best_validation_loss
+        if math.isnan(loss):  # a mean over no token, or of a model that has diverged: never best
+            return
         self._validated = (step, loss)
         if best is None or loss < best:
             self._best_step, self.best_validation_loss = step, loss

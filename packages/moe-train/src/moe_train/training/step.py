@@ -260,7 +260,7 @@ class StepRunner:
 def step_metrics(result: StepResult) -> dict[str, object]:
     """The figures of a step under the names of the metrics files."""
     values: dict[str, object] = {
-        "loss": result.loss,
+        "loss": result.loss if result.num_tokens else math.nan,  # null: nothing was predicted
         "aux_loss": result.aux_loss,
         "grad_norm": result.grad_norm,
     }
