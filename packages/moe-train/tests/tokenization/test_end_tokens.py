@@ -61,6 +61,7 @@ def test_the_key_decides(tokenizer: Tokenizer) -> None:
     for ids, expected in (
         (NamedIds(config=(2,)), ends(6)),
         (NamedIds(config=(3, 6)), ends(6, 3)),
+        (NamedIds(config=(3,), generation=(6, 4)), ends(6, 4)),
         (NamedIds(), ends(6)),
     ):
         found = end_tokens(tokenizer, named, ids, pretrained=True, decided="<|im_end|>")
@@ -75,6 +76,21 @@ def test_a_new_model_leaves_out_ids_that_are_ordinary_tokens(tokenizer: Tokenize
         ids = NamedIds(config=given)
         assert end_tokens(tokenizer, named, ids, pretrained=False) == expected
     assert end_tokens(tokenizer, {}, NamedIds(config=(2, 6)), pretrained=False) == ends(6)
+
+
+def test_a_new_model_takes_no_ids_of_a_file_that_does_not_name_the_tokenizers_own(
+    tokenizer: Tokenizer,
+) -> None:
+    """Else a stale id of config.json, of its BOS perhaps, would end documents."""
+    named = {"eos_token": END}
+    for ids, expected in (
+        (NamedIds(config=(3,), generation=(4,)), ends(4)),
+        (NamedIds(config=(4, 3), generation=(6,)), ends(4, 3)),
+        (NamedIds(config=(3,), generation=(6, 4)), ends(4, 6)),
+    ):
+        assert end_tokens(tokenizer, named, ids, pretrained=False) == expected
+    stale = NamedIds(config=(3,), generation=(6,))
+    assert end_tokens(tokenizer, {}, stale, pretrained=False) == ends(3, 6)
 
 
 def test_a_tokenizer_that_names_nothing_has_a_usual_end_token_or_is_refused(

@@ -86,16 +86,16 @@ def end_tokens(
         ValueError: they contradict each other, an id is no token, or there is no end token.
     """
     own = _own_end(tokenizer, named, decided)
+    files = [ids.config, ids.generation]  # one without the own end token is of another tokenizer
+    agreeing = tuple(i for file in files if own is None or own in file for i in file)
     if decided is not None and own is not None:
-        others = ids.all if own in ids.all else ()
-        every = (own, *others)
+        every = (own, *agreeing)
     elif pretrained:
         _refuse_contradictions(tokenizer, named, own, ids)
         every = (*(() if own is None else (own,)), *ids.all)
     else:
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        kept = tuple(i for i in ids.all if i in special)
-        every = (*(() if own is None else (own,)), *(kept if own is None or own in kept else ()))
+        every = (*(() if own is None else (own,)), *(i for i in agreeing if i in special))
     first = (every or _usual_end(tokenizer))[0]
     ordered = (first, *sorted({*every} - {first}))
     pad = named.get("pad_token")
