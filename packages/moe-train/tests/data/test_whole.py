@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from moe_train.config import Config, SourceConfig
 from moe_train.data import TokenFiles, prepare
@@ -55,3 +57,25 @@ def test_of_conversations_only_what_is_trained_counts_and_bytes_are_not(
     assert files.paths == (prepared.sources[0].validation,)
     with pytest.raises(ValueError, match="kind='embedding' has no tokens to predict"):
         TokenFiles.of_source(source(tmp_path, kind="embedding"), prepared.tokenizer, tmp_path)
+
+
+def test_bytes_are_those_of_the_text_without_begin_and_end(
+    trained_run: Path, tmp_path: Path
+) -> None:
+    """What looks like a special token in the text is text."""
+    plain = load_tokenizer(trained_run / "checkpoint-2")
+    parsed = Tokenizer.from_buffer(plain.files["tokenizer.json"])
+    parsed.add_special_tokens(["<s>"])
+    begin = ("<s>", parsed.token_to_id("<s>"))
+    parsed.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    (tmp_path / "tokenizer").mkdir()
+    parsed.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    end = plain.decode([plain.document_end_id], skip_special_tokens=False)
+    texts = [f"def self {n} <s> é{end}\n" for n in range(4)]
+    (tmp_path / "data").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "data" / f"{number}.txt").write_text(text, encoding="utf-8")
+    files = TokenFiles.of_source(source(tmp_path / "data"), tokenizer, tmp_path / "made")
+    assert open_store(files.paths[0]).tokens[0] == begin[1]
+    assert files.num_bytes(tokenizer) == sum(len(text.encode()) for text in texts)

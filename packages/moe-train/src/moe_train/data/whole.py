@@ -95,5 +95,5 @@ class TokenFiles:
 
 def _num_bytes(ids: Sequence[int], tokenizer: TextTokenizer) -> int:
     ends = bool(ids) and ids[-1] == tokenizer.document_end_id
-    text = tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False)
+    text = tokenizer.decode(ids[:-1] if ends else ids)  # BOS is no text; "<s>" as text stays text
     return len(text.encode())
