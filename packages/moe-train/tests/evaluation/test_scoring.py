@@ -40,3 +40,13 @@ def test_rounds_deal_out_every_number_once_and_end_when_asked(trained_run: Path)
     with pytest.raises(scoring.EvaluationStoppedError, match="there are no figures"):
         for number, _ in enumerate(done, start=1):
             assert number <= 16
+
+
+def test_a_model_whose_logits_are_no_numbers_has_no_figures(trained_run: Path) -> None:
+    model = open_model(trained_run / "checkpoint-2", ModelOptions(device="cpu"), None)
+    ids, positions = torch.randint(1, 300, (2, 5)), torch.arange(5).repeat(2, 1)
+    batch = Batch(input_ids=ids, labels=ids, position_ids=positions)
+    with torch.no_grad():
+        next(model.stage.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are not finite numbers; the weights are damaged"):
+        scoring.score_rows(model, batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
-from moe_train.generation import ModelRanks
+from moe_train.generation import ModelRanks, check_finite
 from moe_train.labels import IGNORED_LABEL
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
@@ -34,6 +34,9 @@ def score_rows(model: ModelRanks, batch: Batch) -> Tensor | None:
 
     Returns:
         None on other stages than the last.
+
+    Raises:
+        ValueError: the logits are not finite numbers.
     """
     hidden_BSd = model.forward(batch.input_ids, batch.position_ids)
     if hidden_BSd is None:
@@ -48,6 +51,7 @@ def score_rows(model: ModelRanks, batch: Batch) -> Tensor | None:
         )
     ]
     nats_N = torch.cat(losses).double().cpu()
+    check_finite(nats_N)
     return torch.zeros(len(batch.labels), dtype=torch.float64).index_add_(0, row_N, nats_N)
 
 
