@@ -8,9 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from moe_train.reading import spans
+from moe_train.reading.encode import EncodeJob, encode_piece
+from moe_train.reading.formats import DataFile
 from moe_train.tokenization import TextTokenizer
+from moe_train.tokenization.end_tokens import EndTokens
 
 ROWS = [{"text": f"row {index} é" + "x" * (index % 7), "id": index} for index in range(60)]
 WHOLE = sorted(f"{row['text']}<|end|>" for row in ROWS)
@@ -190,3 +195,27 @@ def test_an_empty_or_binary_corpus_is_one_message(
     (tmp_path / "a.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match="is an empty file; name another"):
         read(tmp_path / "a.jsonl", kind="chat")
+
+
+def test_only_the_first_piece_of_a_text_has_a_begin_token(
+    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = Tokenizer.from_buffer(tokenizer.files["tokenizer.json"])
+    parsed.add_special_tokens(["<s>"])
+    begin = parsed.token_to_id("<s>")
+    parsed.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    files = {**tokenizer.files, "tokenizer.json": parsed.to_str().encode()}
+    ends = EndTokens(document_end_id=0, eos_token_ids=(0,), pad_token_id=0)
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {index}\n" for index in range(50)))
+    size = path.stat().st_size
+    file = DataFile(name="a", path=path, shown="a", format="text", size_bytes=size)
+    job = EncodeJob(kind="text", field="text", dtype="", hold_below=0, keep_below=None)
+    monkeypatch.setattr(spans, "PIECE_BYTES", 100)
+    cut = spans.cut_text(file, "train")
+    assert len(cut) > 3
+    part = encode_piece(cut, job, TextTokenizer(files, ends)).parts["train"]
+    whole = TextTokenizer(files, ends).encode_batch([path.read_text()])[0]
+    assert part.tokens.tolist() == [*whole.tolist(), 0]
+    assert part.tokens.tolist().count(begin) == 1
+    assert part.begins.tolist() == [0]

@@ -158,7 +158,8 @@ class _Encoder:
     def _flush(self) -> None:
         encoded = self._tokenizer.encode_batch([text for _, text, _, _ in self._waiting])
         for (part, _, begins, ends), ids in zip(self._waiting, encoded, strict=True):
-            whole = np.append(ids, self._tokenizer.document_end_id) if ends else ids
+            own = ids if begins else ids[len(self._tokenizer.begin_ids) :]
+            whole = np.append(own, self._tokenizer.document_end_id) if ends else own
             self._parts[part].add(whole, begins=begins)
         self._waiting, self._characters = [], 0
 

@@ -40,15 +40,16 @@ class TextTokenizer:
     Attributes:
         files: every file that a checkpoint has to carry, by name.
         vocab_size: ids are below it; added tokens included.
+        begin_ids: begin a document.
         document_end_id: ends a document in a token file.
         eos_token_ids: every token that ends a generated text, `document_end_id` first.
         pad_token_id: fills a batch.
     """
 
     __slots__ = (
-        "_begin",
         "_templates",
         "_tokenizer",
+        "begin_ids",
         "document_end_id",
         "eos_token_ids",
         "files",
@@ -63,7 +64,7 @@ class TextTokenizer:
         self.files: Mapping[str, bytes] = MappingProxyType(dict(files))
         self._tokenizer = parse_tokenizer(files) if parsed is None else parsed
         self._templates = ChatTemplates(templates_in(files), named_tokens(files))
-        self._begin = _begin_ids(self._tokenizer, ends)
+        self.begin_ids = _begin_ids(self._tokenizer, ends)
         self.document_end_id = ends.document_end_id
         self.eos_token_ids = ends.eos_token_ids
         self.pad_token_id = ends.pad_token_id
@@ -97,7 +98,7 @@ class TextTokenizer:
         """
         self._tokenizer.encode_special_tokens = True
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*self._begin, *encoding.ids], dtype=np.int64) for encoding in encodings]
+        return [np.array([*self.begin_ids, *each.ids], dtype=np.int64) for each in encodings]
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that transformers' `tokenizer(text)` gives: special tokens are read and added.
