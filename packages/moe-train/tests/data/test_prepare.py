@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -277,3 +279,29 @@ def test_unigram_cross_entropy_equals_a_count_by_hand(make: Make) -> None:
     found = unigram_cross_entropy(prepared, 16, sequence_indices=np.array(numbers))
     assert found == pytest.approx(expected, rel=1e-12)
     assert unigram_cross_entropy(prepared, 16) == pytest.approx(expected, rel=0.1)
+
+
+def test_another_index_of_a_megatron_file_is_another_corpus(
+    make: Make, trained_run: Path, tmp_path: Path
+) -> None:
+    def write_index(*lengths: int) -> None:
+        ends = np.cumsum([0, *lengths])
+        header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(lengths) + 1)
+        tables = np.array(lengths, "<i4"), ends[:-1] * 2, np.arange(len(lengths) + 1)
+        index = header + b"".join(table.tobytes() for table in tables)
+        (tmp_path / "rows.idx").write_bytes(index)
+
+    path = tmp_path / "rows.bin"
+    path.write_bytes((np.arange(60, dtype="<u2") + 50).tobytes())
+    own = {"file": str(trained_run / "checkpoint-2")}
+    config = make(tokenizer=own, corpus=(str(path),), kind="tokens", validation_fraction=0.3)
+    found = []
+    for lengths in ((20, 20, 20), (15, 25, 20), (10,) * 6, (20, 20, 20)):
+        write_index(*lengths)
+        source = (prepared := prepare(config)).sources[0]
+        starts = [open_store(each).starts.tolist() for each in (source.train, source.validation)]
+        sizes = [end - start for each in starts for start, end in pairwise(each)]
+        assert sorted(sizes) == sorted(lengths)
+        found.append(prepared.fingerprint)
+    assert found[0] == found[3]
+    assert len(set(found)) == 3

@@ -145,6 +145,10 @@ def prepare(config: Config, *, verify: bool = False, only_check: bool = False) -
             repr((source.kind, source.format, source.field, source.dtype, source.max_bytes))
         )
         seen += [f"{d.path}|{d.name}|{d.size_bytes}|{d.mtime_ns}" for d in documents]
+        if source.kind == "tokens":  # documents of Megatron's files lie in an index beside them
+            indexes = [d.path.with_suffix(".idx") for d in documents]
+            stats = [(str(each), each.stat()) for each in indexes if each.is_file()]
+            seen += [f"{name}|{stat.st_size}|{stat.st_mtime_ns}" for name, stat in stats]
     seen_as = digest_of(seen)
     index_file = cache_dir / "index" / f"{seen_as}.json"
     prepared = _lookup(config, cache_dir, index_file, verify)
