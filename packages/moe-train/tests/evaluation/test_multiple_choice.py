@@ -95,3 +95,14 @@ def test_likelihoods_are_those_of_one_process_in_every_layout(trained_run: Path)
 
     for found in run_ranks(on_rank, 4):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_halves_of_characters_in_choices_are_read(trained_run: Path) -> None:
+    model = open_model(trained_run / "checkpoint-2", ModelOptions(device="cpu"), None)
+    tokenizer = load_tokenizer(trained_run / "checkpoint-2")
+    found = []
+    for choice in ("\ud800", "\ufffd"):
+        question = parse_question({**GOOD, "choices": ["4", choice]}, "x")
+        rows = [question_rows(question, tokenizer, "x", 64)]
+        found.append(measure_choices(model, [question], rows))
+    assert found[0] == found[1]

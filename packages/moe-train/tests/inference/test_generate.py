@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,23 @@ def test_a_record_that_cannot_be_used_is_named_by_file_and_line(
 def test_a_batch_of_no_rows_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="batch_size=0; expected at least 1"):
         generate(GenerateJob(checkpoint=str(checkpoint), record={"prompt": "a"}, batch_size=0))
+
+
+def test_halves_of_characters_in_prompts_are_replaced(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": "\udfff"}]
+    lines = [json.dumps({"prompt": "def \ud800 é"}), json.dumps({"messages": messages})]
+    file.write_text("\n".join(lines))
+    job = GenerateJob(checkpoint=str(copy), prompts_file=str(file), model=CPU, options=SHORT)
+    assert generate(replace(job, output=str(output))) is None
+    first, second = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert first["prompt"] == "def \ufffd é"
+    assert second["messages"][0]["content"] == "\ufffd"
+    assert first["completion"] == text_of(copy, "def \ufffd é", max_new_tokens=6)[7:]
+    assert generate(replace(job, prompts_file=None, record={"prompt": "def \udcff"})) is None
+    assert capsys.readouterr().out.startswith("def \ufffd")

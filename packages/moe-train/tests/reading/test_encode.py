@@ -130,6 +130,23 @@ def test_conversations_are_masked_and_end_as_the_template_ends(
     assert sorted(again.all) == sorted(found.all)
 
 
+def test_halves_of_characters_in_conversations_are_replaced_and_counted(
+    read: Reader, jsonl: Jsonl
+) -> None:
+    talk = [
+        {"role": "user", "content": "é\ud800"},
+        {"role": "assistant", "content": "\udc00 yes \U0001f600"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "d\udfff"}}]
+    rows = [{"messages": talk, "tools": tools}, *[{"messages": TALK[:2]}] * 9]
+    found = read(jsonl(rows), kind="chat")
+    (text,) = (each for each in found.all if "yes" in each)
+    assert "[user]é\ufffd<|end|>" in text
+    assert "[assistant]\ufffd yes \U0001f600<|end|>" in text
+    assert '"d\ufffd"' in text
+    assert found.left_out == {"halves of characters (U+FFFD took their place)": 3}
+
+
 def test_a_template_that_refuses_is_named_with_its_row(read: Reader, jsonl: Jsonl) -> None:
     rows = [{"messages": TALK}, {"messages": [{"role": "user", "content": "a", "weight": 3}]}]
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 2, messages\[0\]: weight is 3"):

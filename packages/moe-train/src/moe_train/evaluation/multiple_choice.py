@@ -132,7 +132,7 @@ def measure_choices(
     for question, of_question in zip(questions, rows, strict=True):
         sums = [next(scores) for _ in of_question]
         tokens = [len(row.ids) - row.start for row in of_question]
-        sizes = [len(choice.encode()) for choice in question.choices]
+        sizes = [len(choice.encode(errors="surrogatepass")) for choice in question.choices]
         for name, lengths in zip(hits, ([1] * len(sums), tokens, sizes), strict=True):
             means = [value / length for value, length in zip(sums, lengths, strict=True)]
             hits[name] += means.index(max(means)) == question.answer

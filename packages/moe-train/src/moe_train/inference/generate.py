@@ -30,7 +30,7 @@ from moe_train.inference.json_lines import Record, read_records
 from moe_train.inference.running import job_from_json, model_of_rank, run_inference
 from moe_train.inference.stored_model import stored_model
 from moe_train.rank import RankContext
-from moe_train.tokenization import TextTokenizer, load_tokenizer
+from moe_train.tokenization import TextTokenizer, load_tokenizer, whole_text
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def run_generate(text: str, context: RankContext) -> None:
             _write(job, records, rounds, is_writer=model.is_writer)
         else:
             if model.is_writer and job.shows_prompt:
-                print(records[0].get("prompt", ""), end="", flush=True)
+                print(whole_text(records[0].get("prompt", "")), end="", flush=True)
             for _ in show_text(model, tokenizer, prompts[0], job.options, context):
                 pass
 
@@ -196,7 +196,7 @@ def _line(record: Record, completion: Completion, options: GenerationOptions) ->
     }
     if options.num_return_sequences > 1:
         found["sequence_index"] = completion.sequence_index
-    return json.dumps(found, ensure_ascii=False) + "\n"
+    return whole_text(json.dumps(found, ensure_ascii=False)) + "\n"
 
 
 def read_prompts(job: GenerateJob) -> tuple[list[str], list[Record]]:

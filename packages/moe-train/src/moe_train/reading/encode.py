@@ -28,7 +28,7 @@ from moe_train.reading.records import (
 from moe_train.reading.rows import Row, field_of, jsonl_rows, parquet_rows, place_of
 from moe_train.reading.spans import BY_ROW, TRAIN, VALIDATION, Span, document_begins, row_hashes
 from moe_train.reading.text_files import read_part
-from moe_train.tokenization import TextTokenizer
+from moe_train.tokenization import TextTokenizer, whole_text
 
 _BATCH_CHARACTERS = 1 << 19
 _HASHED_ROWS = 4096
@@ -130,7 +130,7 @@ def span_texts(span: Span, job: EncodeJob) -> Iterator[str]:
         if isinstance(row, Row) and split.part_of(row.number) == TRAIN:
             text = field_of(row.value, job.field, place_of(span.file, row.number))
             if isinstance(text, str):
-                yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                yield whole_text(text)
 
 
 class _Encoder:
@@ -230,22 +230,29 @@ class _Encoder:
         self.add_text(part, self._whole(text), begins=True, ends=True)
 
     def _whole(self, text: str) -> str:
-        """The text without halves of characters, which JSON may hold and UTF-8 may not."""
+        """The text without halves of characters, which are counted."""
         if text.isascii():
             return text
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        whole = whole_text(text)
+        if whole != text:
             self._left_out["halves of characters (U+FFFD took their place)"] += 1
-            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return text
+        return whole
+
+    def _whole_in(self, value: Any) -> Any:
+        """The messages or tools with every text in them whole."""
+        if isinstance(value, str):
+            return self._whole(value)
+        if isinstance(value, Mapping):
+            return {self._whole_in(key): self._whole_in(each) for key, each in value.items()}
+        return [self._whole_in(each) for each in value] if isinstance(value, list) else value
 
     def _add_chat(self, part: str, talk: Conversation, place: str) -> None:
         if not talk.messages:
             self._left_out["conversations without messages"] += 1
             return
         try:
-            found = self._tokenizer.encode_chat(talk.messages, tools=talk.tools)
+            messages, tools = self._whole_in(talk.messages), self._whole_in(talk.tools)
+            found = self._tokenizer.encode_chat(messages, tools=tools)
         except TrainValueError as error:
             raise TrainValueError(f"{place}: {error}") from error
         ids, trained = found.ids, found.trained

@@ -107,7 +107,8 @@ class TextTokenizer:
             add_special_tokens: False for a text of `render_chat`, which holds all of them.
         """
         self._tokenizer.encode_special_tokens = False
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        whole = whole_text(text)
+        return list(self._tokenizer.encode(whole, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids, by default without special tokens."""
@@ -141,6 +142,11 @@ class TextTokenizer:
             ValueError: as `encode_conversation`.
         """
         return encode_conversation(self._tokenizer, self._templates, messages, tools)
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD for halves of characters, which JSON may hold and UTF-8 may not."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def named_ids(files: Mapping[str, bytes], model: Path) -> NamedIds:
