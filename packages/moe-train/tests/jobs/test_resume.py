@@ -1,6 +1,7 @@
 """What a resumed run may change: every change with its answer, by the check before ranks start."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 
 from moe_train.config import Config, load_config
 from moe_train.config.tables import all_keys
-from moe_train.jobs.job import check
+from moe_train.jobs.job import check, train
 from moe_train.jobs.model_changes import model_changes
 from moe_train.jobs.resume import _moment_notes
 from moe_train.model import DecoderConfig
+from moe_train.rank import RankContext
 from moe_train.training import read_model_config
+from ranktest import run_ranks
 
 Configure = Callable[..., Config]
 
@@ -189,10 +192,36 @@ def test_another_tokenizer_is_refused_with_the_checkpoints_own(
     config = configure(
         f"train.output_dir={trained_run}", f"tokenizer.file={tmp_path / 'other.json'}"
     )
-    said = r"tokenizer\.file: .*, set tokenizer\.file=\S+/checkpoint-2/tokenizer\.json$"
+    said = r"tokenizer\.file: .*, set tokenizer\.file=\S+/checkpoint-2, leave out tokenizer\.chat_"
     with pytest.raises(ValueError, match=said):
         check(config, "latest")
     assert check(config, "latest", ["tokenizer.file"])
+
+
+def test_the_checkpoints_own_tokenizer_is_taken_from_where_the_message_says(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    """Also where its template and end token lie in other files, and config.json names another."""
+    mine = tmp_path / "mine"
+    shutil.copytree(trained_run / "checkpoint-2", mine)
+    values = json.loads((mine / "tokenizer.json").read_text())
+    end = {**values["added_tokens"][0], "id": len(values["model"]["vocab"]), "content": "<|end|>"}
+    values["added_tokens"].append(end)
+    (mine / "tokenizer.json").write_text(json.dumps(values))
+    (mine / "tokenizer_config.json").write_text('{"eos_token": "<|end|>", "chat_template": "a"}')
+    (mine / "generation_config.json").unlink()
+    base = [f"train.output_dir={tmp_path / 'other'}", f"tokenizer.file={mine}", "train.max_steps=1"]
+    base.append('tokenizer.new_special_tokens=["<|new|>"]')
+    first = configure(*base)
+    check(first, "")
+    run_ranks(lambda *_: train(first, "", RankContext()), 1)
+    (mine / "tokenizer_config.json").write_text('{"eos_token": "<|end|>", "chat_template": "b"}')
+    base[-2] = "train.max_steps=2"
+    with pytest.raises(ValueError, match=r"set tokenizer\.file=\S+/checkpoint-1, ") as refusal:
+        check(configure(*base), "latest")
+    said = re.search(r"tokenizer\.file=(\S+),", str(refusal.value))
+    assert said is not None
+    assert check(configure(*base, said[0].rstrip(",")), "latest")
 
 
 DEEPSEEK = {

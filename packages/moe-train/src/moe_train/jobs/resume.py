@@ -84,8 +84,11 @@ def refuse_changes(
         flags = " ".join(f"--allow-change {name}" for name in dict.fromkeys(c.name for c in asked))
         hint = ""
         if any(change.name.startswith("tokenizer.") for change in asked):
-            own = source / "tokenizer.json"
-            hint = f"; to keep the checkpoint's own tokenizer, set tokenizer.file={own}"
+            own = source if isinstance(source, Path) else f"FOLDER with a copy of {source}"
+            hint = (
+                f"; to keep the checkpoint's own tokenizer, set tokenizer.file={own}, leave out "
+                "tokenizer.chat_template, and leave the other keys of [tokenizer] as they were"
+            )
         raise TrainValueError(
             f"--resume {source}: {'; '.join(map(str, asked))}: another run than the checkpoint's; "
             f"restore it, or say that it is meant: {flags}{hint}"
