@@ -81,3 +81,10 @@ def test_a_field_may_lie_in_another() -> None:
 def test_rows_of_another_kind_are_recognised() -> None:
     with pytest.raises(ValueError, match=r'are of kind "chat", so set that; or set "field"'):
         field_of({"id": 1, "messages": []}, "text", "here")
+
+
+def test_a_line_that_is_nested_too_deep_is_named(tmp_path: Path, read: Callable[..., Any]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON: maximum recursion"):
+        read(path)

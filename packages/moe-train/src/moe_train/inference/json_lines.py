@@ -21,7 +21,7 @@ def read_records(path: Path) -> list[tuple[int, Record]]:
         ValueError: a line is no JSON object, or there is none; the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError as error:
         raise MissingFileError(f"{path} does not exist; name a file of JSON lines") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -38,7 +38,7 @@ def read_records(path: Path) -> list[tuple[int, Record]]:
 def _record(line: str, where: str) -> Record:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TrainValueError(f"{where}: not JSON ({error}); expected one object a line") from error
     if not isinstance(value, dict):
         raise TrainValueError(f"{where}: {type(value).__name__}; expected a JSON object")

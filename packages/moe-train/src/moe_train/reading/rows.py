@@ -68,7 +68,7 @@ def jsonl_rows(file: DataFile, start: int, stop: int, first_row: int) -> Iterato
             continue
         try:
             value = json.loads(line.decode("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             hint = "write one JSON object in each line"
             if number == 0 and line.lstrip()[:1] == b"[":
                 hint = "the file holds one JSON array; write its records as lines: jq -c '.[]'"
