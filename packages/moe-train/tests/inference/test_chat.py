@@ -70,7 +70,7 @@ def test_one_message_is_answered_and_the_command_ends(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["chat", str(checkpoint), "--max-new-tokens", "5", "--device", "cpu", "--message"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def")))
     for message in ("def", "-"):
         assert main([*argv, message]) == 0
         assert capsys.readouterr().out == answers(checkpoint, "def")[0] + "\n"

@@ -1,8 +1,8 @@
 """The command `moe-train chat`: a conversation in the terminal, or one question for a script."""
 
 import argparse
-import sys
 
+from moe_train.commands.generate import read_text_file
 from moe_train.commands.model_options import (
     add_model_options,
     add_sampling_options,
@@ -39,7 +39,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     """Talk with a model that has a chat template."""
     from moe_train.inference import ChatJob, chat
 
-    message = sys.stdin.read() if arguments.message == "-" else arguments.message
+    message = read_text_file(None) if arguments.message == "-" else arguments.message
     stopped_by = chat(
         ChatJob(
             checkpoint=arguments.checkpoint,

@@ -67,22 +67,23 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt_file is not None:
         return read_text_file(arguments.prompt_file)
-    return sys.stdin.read() if arguments.prompt == "-" else str(arguments.prompt)
+    return read_text_file(None) if arguments.prompt == "-" else str(arguments.prompt)
 
 
-def read_text_file(path: Path) -> str:
-    """The text of a file that an option names.
+def read_text_file(path: Path | None) -> str:
+    """The text of a file that an option names, or of standard input, with its ends of lines.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not UTF-8 text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return (sys.stdin.buffer.read() if path is None else path.read_bytes()).decode()
     except FileNotFoundError as error:
         raise MissingFileError(f"{path} does not exist; name a file with the prompt") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise TrainValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        name = path or "standard input"
+        raise TrainValueError(f"{name} cannot be read as UTF-8 text: {error}") from error
 
 
 GENERATE = Command(
