@@ -56,6 +56,15 @@ def test_few_rows_still_have_one_held_out(read: Reader, jsonl: Jsonl) -> None:
         read(jsonl(ROWS[:1]))
 
 
+@pytest.mark.parametrize("max_bytes", range(200, 2000, 100))
+def test_a_row_that_is_used_is_held_out_however_many_are_left_out(
+    read: Reader, jsonl: Jsonl, max_bytes: int
+) -> None:
+    found = read(jsonl(ROWS), max_bytes=max_bytes, fraction=0.001)
+    used = len(found.all)
+    assert len(found.documents["validation"]) == (1 if used else 0)
+
+
 def test_a_part_of_the_rows_may_be_used(read: Reader, jsonl: Jsonl) -> None:
     path = jsonl(ROWS)
     found = read(path, max_bytes=path.stat().st_size // 2)

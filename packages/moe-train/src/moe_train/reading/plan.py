@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from moe_train.config import SourceConfig
 from moe_train.errors import TrainValueError
 from moe_train.reading.corpus import Document, find_documents, name_hash, sample_documents
@@ -221,25 +223,30 @@ def _job(source: SourceConfig, cuts: Sequence[FileCut], fraction: float, dtype: 
     size = sum(span.size_bytes for span in spans)
     kept = 1.0 if source.max_bytes is None or not size else source.max_bytes / size
     hold_below = int(fraction * _ALL_ROWS)
+    keep_below = None if kept >= 1 else int(kept * _ALL_ROWS)
     num_rows = sum(cut.num_rows for cut in cuts)
     if fraction and cuts and num_rows * fraction * kept < _FEW_HELD_ROWS:
-        hold_below = max(hold_below, _lowest_hash(cuts) + 1)
+        hold_below = max(hold_below, _lowest_hash(cuts, keep_below) + 1)
     return EncodeJob(
         kind=str(source.kind),
         field=str(source.field),
         dtype=dtype,
         hold_below=min(hold_below, _ALL_ROWS - 1),
-        keep_below=None if kept >= 1 else int(kept * _ALL_ROWS),
+        keep_below=keep_below,
     )
 
 
-def _lowest_hash(cuts: Sequence[FileCut]) -> int:
-    """So that one row is held out even where the fraction is less than that."""
+def _lowest_hash(cuts: Sequence[FileCut], keep_below: int | None) -> int:
+    """So that one row that is used is held out even where the fraction is less than that."""
     lowest = _ALL_ROWS - 1
     for cut in cuts:
         for first in range(0, cut.num_rows, _SCANNED_ROWS):
             count = min(_SCANNED_ROWS, cut.num_rows - first)
-            lowest = min(lowest, int(row_hashes(cut.spans[0].file.name, first, count).min()))
+            name = cut.spans[0].file.name
+            hashes = row_hashes(name, first, count)
+            if keep_below is not None:
+                hashes = hashes[row_hashes(f"keep {name}", first, count) < np.uint64(keep_below)]
+            lowest = min(lowest, int(hashes.min(initial=np.uint64(lowest))))
     return lowest
 
 
