@@ -59,3 +59,11 @@ def test_a_generator_is_a_function_of_seed_and_number() -> None:
 def test_logits_that_are_no_numbers_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="logits are not finite numbers; the weights are damaged"):
         next_token(torch.tensor([0.0, value]), [], GREEDY, torch.Generator())
+
+
+def test_the_smallest_temperature_and_penalty_still_draw_the_most_probable_token() -> None:
+    logits, generator = torch.tensor([1e4, 3.0, -1e4]), torch.Generator().manual_seed(0)
+    for penalty in (1e-15, 1e15):
+        cold = GenerationOptions(temperature=1e-15, repetition_penalty=penalty)
+        expected = 0 if penalty < 1 else 1
+        assert next_token(logits, [0], cold, generator) == expected

@@ -41,7 +41,7 @@ def test_text_depends_on_the_seed_alone(checkpoint: Path) -> None:
     ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0; expected"),
-        ({"temperature": -1.0}, "temperature=-1.0; expected at least 0"),
+        ({"temperature": -1.0}, "temperature=-1.0; expected 0, the most"),
         ({"top_k": -1}, "top_k=-1; expected a whole number of at least 0"),
         ({"prompt": "def " * 64}, "tokens; the model takes at least 1 and fewer than 64"),
     ],

@@ -10,15 +10,14 @@ from moe_train.errors import TrainTypeError, TrainValueError
 
 _LIMITS: dict[str, tuple[float, float, str]] = {
     "max_new_tokens": (1, math.inf, "a whole number of at least 1"),
-    "temperature": (0, math.inf, "at least 0; 0 takes the most probable token each time"),
+    "temperature": (1e-15, math.inf, "0, the most probable token each time, or at least 1e-15"),
     "top_k": (0, math.inf, "a whole number of at least 0; 0 keeps all tokens"),
     "top_p": (0, 1, "above 0 and at most 1; 1 keeps all tokens"),
     "min_p": (0, 1, "from 0 to 1; 0 keeps all tokens"),
-    "repetition_penalty": (0, math.inf, "above 0; 1 changes nothing"),
+    "repetition_penalty": (1e-15, 1e15, "from 1e-15 to 1e15; 1 changes nothing"),
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
     "num_return_sequences": (1, math.inf, "a whole number of at least 1"),
 }
-_ABOVE = ("top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,8 @@ class GenerationOptions:
                 value, int if name in whole else int | float
             ):
                 raise TrainTypeError(f"{name}={value!r}; expected {text}")
-            if not (low <= value <= high) or value == math.inf or (name in _ABOVE and value == 0):
+            is_in = low <= value <= high or (name == "temperature" and value == 0)
+            if not is_in or value == math.inf or (name == "top_p" and value == 0):
                 raise TrainValueError(f"{name}={value!r}; expected {text}")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise TrainValueError(f"stop={self.stop!r}; expected strings that are not empty")
