@@ -57,3 +57,12 @@ def check_type(name: str, value: object, *expected: type) -> None:
     if not isinstance(value, expected):
         names = " or ".join(each.__name__ for each in expected)
         raise TrainTypeError(f"{name} must be {names}, got {type(value).__name__} {value!r}")
+
+
+def check_finite(is_finite: bool) -> None:
+    """Refuse logits that are not finite numbers: neither an argmax nor a mean of them says much."""
+    if not is_finite:
+        raise TrainValueError(
+            "the model's logits are not finite numbers; the weights are damaged or overflow in "
+            "their dtype: try dtype float32, or another checkpoint"
+        )

@@ -112,7 +112,7 @@ def test_a_source_without_a_token_to_predict_is_refused_by_its_name(tmp_path: Pa
     last = [*[none] * 199, np.ones(8, np.uint8)]
     for wrong in (none, cut):
         write_store(corpus.sources[1].train, documents, vocab_size=100, trained=[wrong] * 200)
-        with pytest.raises(ValueError, match=r's1 has no token .* train part; .* role "assistant"'):
+        with pytest.raises(ValueError, match=r's1 has no .* train part: .* role "assistant"'):
             open_joined(corpus, sequence_length=5, reset_at_documents=True)
     write_store(corpus.sources[1].train, documents, vocab_size=100, trained=last)
     with pytest.raises(ValueError, match=r"source s2 has no token to predict"):

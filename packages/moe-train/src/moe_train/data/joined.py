@@ -113,11 +113,10 @@ def _open(prepared: PreparedCorpus, form: SequenceForm, part: str) -> JoinedSpli
         split = open_split(getattr(source, part), source.packing, own)
         if not _has_target(split):
             raise TrainValueError(
-                f"source {source.name} has no token to predict in its {part} part; of conversations"
-                ' messages of the role "assistant" are trained on, unless of weight 0, in the '
-                f"first data.sequence_length={form.length} tokens; of token files what loss_mask "
-                'says. Give the answers the role "assistant", raise data.sequence_length, or '
-                "change data.validation_fraction"
+                f"source {source.name} has no token to predict in its {part} part: those are what "
+                'loss_mask marks, of conversations what has the role "assistant", no weight of 0 '
+                f"and a place in the first data.sequence_length={form.length} tokens; give answers "
+                "that role, raise data.sequence_length, or change data.validation_fraction"
             )
         splits.append(split)
     return JoinedSplit(

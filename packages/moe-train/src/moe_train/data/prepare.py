@@ -146,9 +146,8 @@ def prepare(config: Config, *, verify: bool = False, only_check: bool = False) -
         )
         seen += [f"{d.path}|{d.name}|{d.size_bytes}|{d.mtime_ns}" for d in documents]
         if source.kind == "tokens":  # documents of Megatron's files lie in an index beside them
-            indexes = [d.path.with_suffix(".idx") for d in documents]
-            stats = [(str(each), each.stat()) for each in indexes if each.is_file()]
-            seen += [f"{name}|{stat.st_size}|{stat.st_mtime_ns}" for name, stat in stats]
+            indexes = [i for d in documents if (i := d.path.with_suffix(".idx")).is_file()]
+            seen += [f"{i}|{i.stat().st_size}|{i.stat().st_mtime_ns}" for i in indexes]
     seen_as = digest_of(seen)
     index_file = cache_dir / "index" / f"{seen_as}.json"
     prepared = _lookup(config, cache_dir, index_file, verify)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_train.data import Batch
-from moe_train.errors import MoeTrainError
-from moe_train.generation import ModelRanks, check_finite
+from moe_train.errors import MoeTrainError, check_finite
+from moe_train.generation import ModelRanks
 from moe_train.labels import IGNORED_LABEL
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
@@ -51,7 +51,7 @@ def score_rows(model: ModelRanks, batch: Batch) -> Tensor | None:
         )
     ]
     nats_N = torch.cat(losses).double().cpu()
-    check_finite(nats_N)
+    check_finite(bool(torch.isfinite(nats_N).all()))
     return torch.zeros(len(batch.labels), dtype=torch.float64).index_add_(0, row_N, nats_N)
 
 

@@ -15,5 +15,4 @@ from moe_train.generation.rounds import check_prompts as check_prompts
 from moe_train.generation.rounds import generate_all as generate_all
 from moe_train.generation.rounds import prompt_ids as prompt_ids
 from moe_train.generation.rounds import stream_text as stream_text
-from moe_train.generation.sampling import check_finite as check_finite
 from moe_train.generation.text_generator import TextGenerator as TextGenerator

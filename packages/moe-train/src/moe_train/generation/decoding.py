@@ -16,9 +16,10 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from moe_train.errors import check_finite
 from moe_train.generation.model_ranks import ModelRanks
 from moe_train.generation.options import GenerationOptions
-from moe_train.generation.sampling import check_finite, next_token, seeded_generator
+from moe_train.generation.sampling import next_token, seeded_generator
 from moe_train.generation.text_stream import TextStream
 from moe_train.model import KeyValueCache
 from moe_train.tokenization import TextTokenizer
@@ -157,7 +158,7 @@ class Decoding:
         options = self._options
         if options.temperature == 0 and options.repetition_penalty == 1:
             values_B, tokens_B = logits_BV.max(dim=-1)
-            check_finite(values_B)
+            check_finite(bool(torch.isfinite(values_B).all()))
             return [int(token) for token in tokens_B.tolist()]
         rows = zip(logits_BV.cpu(), self._active, strict=True)
         return [next_token(logits_V, row.ids, options, row.generator) for logits_V, row in rows]

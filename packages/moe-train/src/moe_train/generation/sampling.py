@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_train.errors import TrainValueError
+from moe_train.errors import check_finite
 from moe_train.generation.options import GenerationOptions
 
 
@@ -34,20 +34,11 @@ def next_token(
     Raises:
         ValueError: the logits are not finite numbers.
     """
-    check_finite(logits_V)
+    check_finite(bool(torch.isfinite(logits_V).all()))
     processed_V = processed_logits(logits_V, ids, options)
     if options.temperature == 0:
         return int(processed_V.argmax())
     return int(torch.multinomial(processed_V.softmax(0), 1, generator=generator))
-
-
-def check_finite(values: Tensor) -> None:
-    """Refuse logits, or their maxima, that are not finite: an argmax over them means nothing."""
-    if not bool(torch.isfinite(values).all()):
-        raise TrainValueError(
-            "the model's logits are not finite numbers; the weights are damaged or overflow in "
-            "their dtype: try dtype float32, or another checkpoint"
-        )
 
 
 def processed_logits(logits_V: Tensor, ids: list[int], options: GenerationOptions) -> Tensor:

@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from moe_train.config import SourceConfig
 from moe_train.errors import TrainValueError
 from moe_train.reading.corpus import Document, find_documents, name_hash, sample_documents
@@ -242,11 +240,10 @@ def _lowest_hash(cuts: Sequence[FileCut], keep_below: int | None) -> int:
     for cut in cuts:
         for first in range(0, cut.num_rows, _SCANNED_ROWS):
             count = min(_SCANNED_ROWS, cut.num_rows - first)
-            name = cut.spans[0].file.name
-            hashes = row_hashes(name, first, count)
+            hashes = row_hashes(name := cut.spans[0].file.name, first, count)
             if keep_below is not None:
-                hashes = hashes[row_hashes(f"keep {name}", first, count) < np.uint64(keep_below)]
-            lowest = min(lowest, int(hashes.min(initial=np.uint64(lowest))))
+                hashes = hashes[row_hashes(f"keep {name}", first, count) < keep_below]
+            lowest = min(lowest, int(hashes.min(initial=lowest)))
     return lowest
 
 

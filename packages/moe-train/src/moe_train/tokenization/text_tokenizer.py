@@ -40,7 +40,7 @@ class TextTokenizer:
     Attributes:
         files: every file that a checkpoint has to carry, by name.
         vocab_size: ids are below it; added tokens included.
-        begin_ids: begin a document.
+        begin_ids: come before a document.
         document_end_id: ends a document in a token file.
         eos_token_ids: every token that ends a generated text, `document_end_id` first.
         pad_token_id: fills a batch.
