@@ -125,7 +125,7 @@ def add_runs(runs: int, schedules: int) -> None:
         done = run(schedules, None)
         if program() != ledger.source:
             raise ValueError("the package has changed while schedules ran; run them anew")
-        stuck = [text.partition("\n")[0] for text in done.stuck]  # the rest is in files of its own
+        stuck = [text.partition("; saved in")[0] for text in done.stuck]  # the file has the stacks
         entry = {"right": done.right, "schedules": schedules, "stuck": stuck}
         ledger.keep(f"{int(time.time())} seed {done.seed}", entry)
 

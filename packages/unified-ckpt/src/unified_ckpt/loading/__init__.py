@@ -13,6 +13,5 @@ from unified_ckpt.loading.part_index import PartIndex as PartIndex
 from unified_ckpt.loading.reader import Destination as Destination
 from unified_ckpt.loading.reader import Reader as Reader
 from unified_ckpt.loading.sources import read_dcp_record as read_dcp_record
-from unified_ckpt.loading.sources import read_state_file as read_state_file
 from unified_ckpt.loading.sources import read_values as read_values
 from unified_ckpt.loading.together import read_together as read_together

@@ -53,7 +53,7 @@ class Sources:
         self._indexes: dict[str, PartIndex | None] = {}
         self._candidates: dict[str, list[tuple[str, bool, PartIndex]]] = {}
         self._master_dtypes: dict[str, StoredDtype] | None = None
-        content = read_state_file(checkpoint)
+        content = _read_state_file(checkpoint)
         typed = content.get("version", 2) >= STATE_VERSION
         self.values = StoredValues(content.get("values", {}), typed=typed)
         self.structure: Mapping[str, Any] = content.get("structure", {})
@@ -205,7 +205,7 @@ def read_values(checkpoint: Checkpoint) -> StoredValues:
     return Sources(checkpoint, LoadOptions()).values
 
 
-def read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
+def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the contents of `unified_ckpt.json`, empty if there is none."""
     path = checkpoint.folder / STATE_NAME
     if not checkpoint.holds(STATE_NAME):

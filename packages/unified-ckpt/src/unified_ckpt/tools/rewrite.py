@@ -8,6 +8,7 @@ result is committed like any save, and verified while it is read.
     export_model("run/checkpoint-10", "model")  # what transformers reads
 """
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -21,10 +22,10 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
 from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
 from unified_ckpt.geometry.tensors import byte_view
-from unified_ckpt.loading import read_state_file
 from unified_ckpt.options import MASTER_WEIGHTS
 from unified_ckpt.plans import FilePlan, Piece, SavePlan, plan_save
 from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.saving import STATE_NAME
 from unified_ckpt.saving.commit import (
     Draft,
     Staging,
@@ -145,8 +146,9 @@ def export_model(
     _check_apart(source, target)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint(source))
-        skipped = read_state_file(checkpoint).get("skip_save_model_weight")
-        parts = [*([MASTER_WEIGHTS] if skipped else []), "model", *({part} - {"model"})]
+        about = json.loads(checkpoint.read_file(STATE_NAME)) if checkpoint.holds(STATE_NAME) else {}
+        first = [MASTER_WEIGHTS] if about.get("skip_save_model_weight") else []
+        parts = [*first, "model", *({part} - {"model"})]
         readers = [stack.enter_context(BoxReader(checkpoint, name)) for name in parts]
         known = {key for reader in readers[: parts.index("model") + 1] for key in reader.tensors}
         if strange := sorted(readers[-1].tensors.keys() - known):
