@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from weight_convert import convert, get_spec, inspect, read_catalog, verify
+from weight_convert import ConversionOptions, convert, get_spec, inspect, read_catalog, verify
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.plan import detect_format, spec_of
 
@@ -57,3 +57,41 @@ def test_the_format_is_the_one_whose_names_are_there(model: Any, tmp_path: Path)
     for form in ("transformers", "fused"):
         catalog = read_catalog(model.write(tmp_path / form, form))
         assert detect_format(catalog, get_spec("qwen3_moe")) == form
+
+
+@pytest.mark.parametrize(
+    ("to", "files"),
+    [("fused", "pdparams"), ("transformers", "pdparams"), ("paddle", "safetensors")],
+)
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_what_is_written_in_another_kind_of_files_is_read_as_it_stands(
+    oracle: Any, tmp_path: Path, to: str, files: Any, dtype: str
+) -> None:
+    if to == "paddle":
+        pytest.importorskip("torch", reason="transposing needs torch")
+    source = oracle.make_model(dtype=dtype).write(tmp_path / "m", "transformers")
+    convert(source, tmp_path / "a", to=to, options=ConversionOptions(files=files))
+    report = convert(tmp_path / "a", tmp_path / "b", to="transformers")
+    assert report.source_format == to
+    assert oracle.read_folder(tmp_path / "b") == oracle.read_folder(source)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pdparams"])
+def test_the_kind_of_files_tells_where_all_matrices_are_square(
+    oracle: Any, tmp_path: Path, kind: Any
+) -> None:
+    experts, size = 4, 4
+    layer = "model.layers.0"
+    matrices = [f"{layer}.mlp.gate.weight", "lm_head.weight", "model.embed_tokens.weight"]
+    matrices += [
+        f"{layer}.mlp.experts.{n}.{part}_proj.weight"
+        for n in range(experts)
+        for part in ("gate", "up", "down")
+    ]
+    tensors = {key: ("U8", (size, size), bytes(range(size * size))) for key in matrices}
+    config = {"model_type": "qwen3_moe", "num_experts": experts}
+    oracle.write_folder(tmp_path / "m", [tensors], config)
+    options = ConversionOptions(files=kind)
+    convert(tmp_path / "m", tmp_path / "kind", to="transformers", options=options)
+    found = detect_format(read_catalog(tmp_path / "kind"), get_spec("qwen3_moe"))
+    assert found == ("paddle" if kind == "pdparams" else "transformers")

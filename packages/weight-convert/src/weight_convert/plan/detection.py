@@ -40,16 +40,14 @@ def spec_of(catalog: Catalog, spec: FamilySpec | None) -> FamilySpec:
 def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
     """The format whose rules name most of a directory's tensors; `fused` where none does.
 
-    A format that is written as `.pdparams` counts for those alone: its names may be the same as
-    another's, while its matrices are transposed. Name the format where such tensors stand in
-    other files. Elsewhere shapes tell matrices that are transposed under the same names.
+    Shapes tell matrices that are transposed under another format's names. Where they do not, as all
+    are square, files are taken for what they are by their kind: Paddle's where they are
+    `.pdparams`, not transposed where they are others. Name the format of such files yourself.
     """
     counts: Counter[str] = Counter({"fused": 0})
     skeletons = Matcher.skeletons(catalog.tensors)
     for name, form in spec.formats.items():
-        if (form.files == "pdparams") != (catalog.kind == "pdparams"):
-            continue
-        if form.files != "pdparams" and not _stands_as_said(catalog, spec, form):
+        if not _stands_as_said(catalog, spec, form):
             continue
         telling = [rule for rule in form.rules if rule.transposed or not rule.is_itself]
         matcher = Matcher([rule.source for rule in telling], spec.companions)
@@ -61,7 +59,8 @@ def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
 def _stands_as_said(catalog: Catalog, spec: FamilySpec, form: Format) -> bool:
     """Whether matrices that a format transposes and does not rename are transposed, by their dims.
 
-    A dim of one name has one size in all tensors, so those that are not transposed tell it.
+    A dim of one name has one size in all tensors, so those that are not transposed tell it; what
+    most matrices say counts, and where they say nothing names of its own, or the kind of files.
     """
     turned = {rule.source.names[0] for rule in form.rules if rule.transposed and rule.is_itself}
     if not turned:
@@ -83,10 +82,10 @@ def _stands_as_said(catalog: Catalog, spec: FamilySpec, form: Format) -> bool:
     def fits(dims: tuple[str, ...], shape: tuple[int, ...]) -> bool:
         return all(sizes.get(dim, n) == n for dim, n in zip(dims, shape, strict=True))
 
-    is_plain = all(fits(dims, shape) for dims, shape in matrices)
-    return not is_plain and all(
-        fits((*outer, columns, rows), shape) for (*outer, rows, columns), shape in matrices
-    )
+    turns = sum(fits((*outer, cols, rows), shape) for (*outer, rows, cols), shape in matrices)
+    more = turns - sum(fits(dims, shape) for dims, shape in matrices)
+    is_own = form.renames_all or form.files == catalog.kind == "pdparams"  # where no shape tells
+    return more >= 0 if is_own else more > 0
 
 
 def stored_roles(catalog: Catalog, spec: FamilySpec) -> dict[str, tuple[str, str]]:
