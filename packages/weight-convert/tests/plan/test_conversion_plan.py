@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from weight_convert.errors import IncompleteExpertsError
+from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files.catalog import read_catalog
 from weight_convert.plan import ConversionOptions, ConversionPlan, plan_conversion
 from weight_convert.specs import get_spec
@@ -193,3 +193,58 @@ def test_buffers_are_no_parameters_of_the_index(oracle: Any, tmp_path: Path) -> 
 def test_bad_options_are_refused(model: Any, tmp_path: Path, options: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan_of(model, tmp_path / "m", form="fused", **options)
+
+
+def small_model(oracle: Any, folder: Path, model_type: str, bias: str, mlp: str) -> Any:
+    """One layer under the names of transformers' files, with a choosing bias in float32."""
+    tensors = {
+        f"model.layers.0.{mlp}.experts.{e}.{part}.weight": ("F32", (1, 2), bytes(8))
+        for e in range(3)
+        for part in (("w1", "w3") if mlp == "block_sparse_moe" else ("gate_proj", "up_proj"))
+    } | {
+        f"model.layers.0.{mlp}.experts.{e}.{'w2' if mlp != 'mlp' else 'down_proj'}.weight": (
+            "F32",
+            (2, 1),
+            bytes(8),
+        )
+        for e in range(3)
+    }
+    tensors[f"model.layers.0.{mlp}.gate.weight"] = ("F32", (3, 2), bytes(24))
+    tensors[f"model.layers.0.{mlp}.{bias}"] = ("F32", (3,), bytes(12))
+    tensors["model.layers.0.empty"] = ("F32", (0, 2), b"")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = {"model_type": model_type, "num_local_experts": 3, "n_routed_experts": 3} | sizes
+    oracle.write_folder(folder, [tensors], config)
+    return read_catalog(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "bias", "mlp"),
+    [
+        ("deepseek_v3", "gate.e_score_correction_bias", "mlp"),
+        ("glm4_moe", "gate.e_score_correction_bias", "mlp"),
+        ("minimax_m2", "e_score_correction_bias", "block_sparse_moe"),
+    ],
+)
+def test_a_cast_leaves_buffers_as_they_are_under_the_names_of_every_format(
+    oracle: Any, tmp_path: Path, model_type: str, bias: str, mlp: str
+) -> None:
+    catalog = small_model(oracle, tmp_path / "m", model_type, bias, mlp)
+    for to, form in get_spec(model_type).formats.items():
+        options = ConversionOptions(dtype="bfloat16", files="safetensors")
+        plan = plan_conversion(catalog, None, to=to, options=options)
+        fields = {
+            key: field["dtype"]
+            for target in plan.targets
+            for key, field in json.loads(target.header[8:]).items()
+            if key != "__metadata__"
+        }
+        kept = {key for key, dtype in fields.items() if dtype == "F32"}
+        assert len(kept) == 1 and all("bias" in key for key in kept), (form.name, fields)
+        assert set(fields.values()) == {"F32", "BF16"}, form.name
+
+
+def test_a_cast_of_fp8_is_refused_as_it_would_round_the_scales(oracle: Any, tmp_path: Path) -> None:
+    model = oracle.make_model(dtype="F8_E4M3")
+    with pytest.raises(WeightConvertError, match=r"holds fp8 codes, .*; dequantise the model fi"):
+        plan_of(model, tmp_path / "m", form="transformers", to="transformers", dtype="float16")

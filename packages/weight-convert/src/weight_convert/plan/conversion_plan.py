@@ -58,7 +58,8 @@ class ConversionOptions(Record):
         move: use the source up: what is written is freed there, and the source is removed at the
             end, so that little more than one copy is ever on disk. Interrupted, it must be resumed.
         dtype: "bfloat16", "float16" or "float32" for all parameters of these and of float64, and
-            for `config.json`; buffers and other dtypes stay. None changes nothing. Needs torch.
+            for `config.json`; buffers and other dtypes stay, but fp8 is refused, as its scales
+            would be rounded. None changes nothing. Needs torch.
         max_memory_bytes: limit on the resident memory of this process, imports included: what is
             computed is cut into smaller chunks; None for what is fastest.
         files: the kind of weight files: "safetensors", torch's "bin", Paddle's "pdparams", or "dcp"
@@ -139,7 +140,8 @@ def plan_conversion(
     work = Computations(num_sources=len(catalog.files))
     memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
-    others = _of_role("other", family, memory)
+    others = tuple(tensor.key for tensor in _of_role("other", family, memory))
+    buffers = _of_role("buffer", family, memory)
     unknown = _unknown_keys(family, (source, to), memory, others, options)
     if form.order == "modules":
         memory = by_modules(memory, family)
@@ -147,10 +149,10 @@ def plan_conversion(
     num_regrouped = sum(tensor.key not in catalog.tensors for tensor in tensors)
     changes = standard_config(catalog, family, memory) if _is_foreign(catalog, source) else {}
     if options.dtype is not None:
-        tensors = _in_dtype(tensors, family, options.dtype, work)
+        tensors = _in_dtype(tensors, buffers, options.dtype, work)
         changes["dtype"] = options.dtype
     carried, written = with_config(catalog, changes)
-    frame = _frame(catalog, source, options, _buffers(family, memory), form.file_name)
+    frame = _frame(catalog, source, options, buffers, form.file_name)
     files = deal_to_kind(options.files or form.files, tensors, work, frame)
     return ConversionPlan(
         sources=catalog.files,
@@ -176,13 +178,17 @@ def _is_foreign(catalog: Catalog, source: str) -> bool:
 
 
 def _frame(
-    catalog: Catalog, source: str, options: ConversionOptions, num_buffers: int, file_name: str
+    catalog: Catalog,
+    source: str,
+    options: ConversionOptions,
+    buffers: Sequence[PlannedTensor],
+    file_name: str,
 ) -> Frame:
     return Frame(
         max_shard_bytes=options.max_shard_bytes,
         metadata=catalog.metadata or _metadata(catalog, source),
         index_metadata=catalog.index_metadata or {},
-        num_buffer_elements=num_buffers,
+        num_buffer_elements=sum(math.prod(tensor.shape) for tensor in buffers),
         single_name=file_name,
     )
 
@@ -255,31 +261,32 @@ def _unknown_keys(
 
 
 def _in_dtype(
-    tensors: Sequence[PlannedTensor], spec: FamilySpec, dtype: str, work: Computations
+    tensors: Sequence[PlannedTensor],
+    buffers: Sequence[PlannedTensor],
+    dtype: str,
+    work: Computations,
 ) -> list[PlannedTensor]:
     """The tensors with their parameters in `dtype`; what has it already is copied."""
     stored = stored_dtype(dtype)
-    buffers = _matcher_of("buffer", spec)
+    coded = next((t.key for t in tensors if t.dtype.startswith("F8_")), None)
+    if coded is not None:
+        raise WeightConvertError(
+            f"dtype={dtype!r} was asked for, but {coded} holds fp8 codes, whose scales would be "
+            f"rounded with it; dequantise the model first, or leave the dtype as it is"
+        )
+    kept = {t.pieces for t in buffers}  # formats rename buffers, and leave their bytes whole
     return [
         work.cast(t, stored)
-        if t.dtype in FLOATS and t.dtype != stored and buffers.find(t.key) is None
+        if t.dtype in FLOATS and t.dtype != stored and t.pieces not in kept
         else t
         for t in tensors
     ]
 
 
-def _of_role(role: str, spec: FamilySpec, memory: Sequence[PlannedTensor]) -> tuple[str, ...]:
-    """Names of the tensors in memory to which the spec gives a role."""
-    matcher = _matcher_of(role, spec)
-    return tuple(tensor.key for tensor in memory if matcher.find(tensor.key) is not None)
-
-
-def _matcher_of(role: str, spec: FamilySpec) -> Matcher:
+def _of_role(
+    role: str, spec: FamilySpec, memory: Sequence[PlannedTensor]
+) -> tuple[PlannedTensor, ...]:
+    """The tensors in memory to which the spec gives a role."""
     names = [name for name, note in spec.tensors.items() if note.role == role]
-    return Matcher([Side(names=(name,), groups=()) for name in names])
-
-
-def _buffers(spec: FamilySpec, memory: Sequence[PlannedTensor]) -> int:
-    """Elements of tensors that are no parameters."""
-    matcher = _matcher_of("buffer", spec)
-    return sum(math.prod(t.shape) for t in memory if matcher.find(t.key) is not None)
+    matcher = Matcher([Side(names=(name,), groups=()) for name in names])
+    return tuple(tensor for tensor in memory if matcher.find(tensor.key) is not None)
