@@ -2,8 +2,8 @@
 
     tensors = stacked(slices, models)
 
-Layers are numbered anew in the order of the slices; what stands outside of layers is the first
-model's.
+Layers of the decoder are numbered anew in the order of the slices; what stands outside of them is
+the first model's, layers of a vision tower or of multi-token prediction included.
 """
 
 import re
@@ -14,7 +14,11 @@ from weight_convert.errors import WeightConvertError
 from weight_convert.merging.config import Slice
 from weight_convert.outputs import PlannedTensor, natural_key
 
-_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)")
+_LAYER = re.compile(r"((?:.*?\.)??layers\.)\d+\..*")
+# What a decoder's path is made of where other parts have layers too.
+_OF_DECODER = re.compile(
+    r"((model|language_model|text_model|decoder|transformer|backbone|llm)\.)*layers\."
+)
 
 
 def stacked(
@@ -27,22 +31,25 @@ def stacked(
         models: tensors by name.
 
     Raises:
-        WeightConvertError: a model has not all layers of its slice.
+        WeightConvertError: a model has not all layers of its slice, or names do not tell which
+            layers are the decoder's.
     """
+    decoder = _decoder(slices[0].path, models[0])
+    of_layer = re.compile(re.escape(decoder) + r"(\d+)(\..*)")
     tensors = [
         replace(tensor, order=(natural_key(key), 0, 0))
         for key, tensor in models[0].items()
-        if not _LAYER.fullmatch(key)
+        if not of_layer.fullmatch(key)
     ]
     offset = 0
     for part, model in zip(slices, models, strict=True):
         found: set[int] = set()
         for key, tensor in model.items():
-            match = _LAYER.fullmatch(key)
-            if match is None or not part.begin <= int(match[2]) < part.end:
+            match = of_layer.fullmatch(key)
+            if match is None or not part.begin <= int(match[1]) < part.end:
                 continue
-            found.add(int(match[2]))
-            name = f"{match[1]}{int(match[2]) - part.begin + offset}{match[3]}"
+            found.add(int(match[1]))
+            name = f"{decoder}{int(match[1]) - part.begin + offset}{match[2]}"
             tensors.append(replace(tensor, key=name, order=(natural_key(name), 0, 0)))
         missing = sorted(set(range(part.begin, part.end)) - found)
         if missing:
@@ -52,3 +59,18 @@ def stacked(
             )
         offset += part.end - part.begin
     return tensors
+
+
+def _decoder(path: str, model: Mapping[str, PlannedTensor]) -> str:
+    """What stands before the numbers of the decoder's layers."""
+    matches = [match for match in map(_LAYER.fullmatch, model) if match is not None]
+    found = sorted({match[1] for match in matches})
+    known = [name for name in found if len(found) == 1 or _OF_DECODER.fullmatch(name)]
+    has_encoder = any(name.replace("decoder.", "encoder.") in {*found} - {name} for name in known)
+    if found and (len(known) != 1 or has_encoder):
+        raise WeightConvertError(
+            f"{path} has layers under {', '.join(found)}, and their names do not say which are "
+            f"those of one decoder; passthrough stacks decoders alone, so merge such models by "
+            f"another method"
+        )
+    return known[0] if found else "layers."
