@@ -142,3 +142,18 @@ def test_methods_with_a_base_are_their_reference(compute, chunk, method, normali
         )
         found = compute(operation, [base, *models], torch.float32, shape)
         assert torch.allclose(found, reference(operation, base, models), atol=1e-5), operation
+
+
+@pytest.mark.parametrize("method", ["della", "della_linear"])
+def test_della_keeps_all_at_density_1_and_the_sum_of_differences_at_others(compute, method) -> None:
+    base, model = torch.zeros(40, 500), torch.randn(40, 500)
+    for density, epsilon in ((1.0, 0.1), (0.95, 0.3), (0.2, 0.4)):
+        operation = Combine(
+            method=method, weights=(1.0,), densities=(density,), epsilon=epsilon, seed=3
+        )
+        found = compute(operation, [base, model], torch.float32, (40, 500))
+        # numbers that are kept are divided by a probability, which makes none smaller
+        assert ((found == 0) | (found.abs() >= model.abs())).all()
+        assert abs(float(found.abs().sum() / model.abs().sum()) - 1) < 0.1
+        if density == 1:
+            assert torch.equal(found, model)

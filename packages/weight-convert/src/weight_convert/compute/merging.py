@@ -199,7 +199,8 @@ class _DrawnByRank(_Drawn):
 
     def __init__(self, density: float, seed: int, epsilon: float, columns: int) -> None:
         super().__init__(density, seed)
-        self._epsilon, self._columns = epsilon, columns
+        self._epsilon = min(epsilon, density, 1 - density)  # so that none is beyond 0 or 1
+        self._columns = columns
 
     def probability(self, difference: torch.Tensor) -> torch.Tensor | float:
         """From density - epsilon for the smallest of a row to density + epsilon."""

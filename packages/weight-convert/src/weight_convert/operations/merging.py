@@ -21,7 +21,8 @@ class Combine(Operation):
         scale: of the sum of differences.
         normalize: whether weights are divided by their sum (of those that count, with `ties`).
         gamma: part of the largest differences that `breadcrumbs` drops.
-        epsilon: by how much `della` keeps the largest of a row more often, and the smallest less.
+        epsilon: by how much `della` keeps the largest of a row more often, and the smallest less;
+            at most the density and 1 - density.
         seed: of what is drawn at random, for this tensor.
     """
 
