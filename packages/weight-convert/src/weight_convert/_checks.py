@@ -49,4 +49,6 @@ def _kinds(hint: Any) -> tuple[type, ...]:
     origin = get_origin(hint)
     if origin in (UnionType, Union):
         return tuple(kind for part in get_args(hint) for kind in _kinds(part))
+    if hint is float:
+        return float, int  # as Python takes one for the other
     return (str,) if origin is Literal else (origin or hint,)

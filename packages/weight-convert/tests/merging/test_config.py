@@ -1,8 +1,9 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from weight_convert.errors import WeightConvertError
+from weight_convert.errors import WeightConvertError, WeightConvertTypeError
 from weight_convert.merging import MergeConfig, MergeModel, Slice, read_config
 from weight_convert.merging.config import amount_at
 
@@ -51,14 +52,21 @@ def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
         ("method = 'passthrough'", "slices belong to the method passthrough"),
         ("method = 'linear'\nlambda = 1", "unknown key 'lambda'; known: base, dtype"),
         ("method = 'linear'\n[[models]]\nweight = 1", "missing 1 required keyword"),
-        ("method = 'linear'\n[[models]]\npath = 'b'\nweight = 'x'", "expected a number"),
+        ("method = 'linear'\n[[models]]\npath = 'b'\nweight = 'x'", "expected a finite number"),
         ("method = 'linear'\ndtype = 'int8'\n[[models]]\npath = 'b'", "dtype 'int8'"),
+        ("method = 'slerp'\nt = nan\n", "t is nan; expected a finite number"),
+        ("method = 'linear'\n[[models]]\npath = 'b'\nweight = [1, inf]", "expected a finite"),
+        ("method = 'linear'\nnormalize = 'no'\n[[models]]\npath = 'b'", "normalize has a wrong"),
+        ("method = 'linear'\nseed = 1.5\n[[models]]\npath = 'b'", "seed has a wrong type"),
+        ("method = 'linear'\nremove_keys = 'x'\n[[models]]\npath = 'b'", "remove_keys has a wr"),
+        ("method = 'linear'\nremove_keys = [3]\n[[models]]\npath = 'b'", "values of type str"),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x.toml").write_text(text)
-    with pytest.raises(WeightConvertError, match=message):
+    with pytest.raises(WeightConvertError, match=message) as caught:
         read_config(tmp_path / "x.toml")
+    assert str(caught.value).count(str(tmp_path / "x.toml")) == 1
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -80,3 +88,38 @@ def test_an_amount_is_interpolated_or_the_first_pattern_that_matches() -> None:
     ]
     assert amount_at({"a*": 1.0, "*": 2.0}, "ab", 0.5, "t") == 1.0
     assert amount_at(3, "x", 0.1, "t") == 3.0
+
+
+def test_whole_numbers_are_amounts_and_a_value_of_another_type_is_named() -> None:
+    models = (MergeModel(path="a", weight=1, density=1),)
+    assert MergeConfig(method="ties", base="b", models=models, scale=2).scale == 2
+    for wrong in ({"scale": "2"}, {"models": ("a",)}, {"epsilon": (0.1,)}, {"normalize": "no"}):
+        with pytest.raises(WeightConvertTypeError, match=next(iter(wrong))):
+            MergeConfig(**{"method": "ties", "base": "b", "models": models} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(WeightConvertTypeError, match="path has a wrong type"):
+        MergeModel(path=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "of_model"),
+    [
+        ("linear", {"scale": 2.0}, {}),
+        ("linear", {"t": 0.1}, {}),
+        ("ties", {"seed": 3}, {}),
+        ("ties", {"gamma": 0.2}, {}),
+        ("dare_ties", {"epsilon": 0.2}, {}),
+        ("model_stock", {"scale": 0.5}, {}),
+        ("model_stock", {"normalize": True}, {}),
+        ("slerp", {}, {"weight": 0.3}),
+        ("linear", {}, {"density": 0.3}),
+        ("task_arithmetic", {}, {"density": {"*": 0.3}}),
+    ],
+)
+def test_an_option_that_the_method_does_not_read_is_refused(
+    method: str, options: Any, of_model: Any
+) -> None:
+    base = {} if method in ("linear", "slerp") else {"base": "b"}
+    models = (MergeModel(path="a"), MergeModel(path="c", **of_model))
+    (name,) = options or of_model
+    with pytest.raises(WeightConvertError, match=f"^{name}=.* has no effect on {method}; leave it"):
+        MergeConfig(method=method, models=models, **base, **options)

@@ -15,6 +15,7 @@ weight = [0.2, 0.8]                               # from the first layer to the 
 density = { "*.mlp.experts.*" = 0.3, "*" = 0.6 }  # by pattern, the first that matches
 """
 
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,12 +23,27 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from weight_convert._checks import Record, checked_path
+from weight_convert._checks import Record, check_kind, checked_path
 from weight_convert._dtypes import stored_dtype
 from weight_convert.errors import WeightConvertError
 from weight_convert.operations import Combine
 
 PASSTHROUGH = "passthrough"
+_SUMMED = frozenset(name for name, has_base in Combine.METHODS.items() if has_base) - {
+    "model_stock"  # whose shares come from the models alone
+}
+_DELLA = frozenset({"della_linear", "della"})
+# The methods that read an option, of a merge or a model; the others are for all.
+_READ_BY: Mapping[str, frozenset[str]] = {
+    "t": frozenset({"slerp"}),
+    "weight": _SUMMED | {"linear"},
+    "normalize": _SUMMED | {"linear"},
+    "scale": _SUMMED,
+    "density": _SUMMED - {"task_arithmetic"},
+    "gamma": frozenset({"breadcrumbs", "breadcrumbs_ties"}),
+    "epsilon": _DELLA,
+    "seed": _DELLA | {"dare_linear", "dare_ties"},
+}
 Amount = float | tuple[float, ...] | Mapping[str, float]
 
 
@@ -49,6 +65,7 @@ class MergeModel(Record):
 
     def __post_init__(self) -> None:
         """Check the values."""
+        Record.__post_init__(self)  # a dataclass with slots cannot use super()
         for name in ("weight", "density"):
             _check_amount(getattr(self, name), f"{name} of {self.path}")
 
@@ -85,7 +102,8 @@ class MergeConfig(Record):
         normalize: divide weights by their sum; None does so for `linear` and `ties` methods.
         scale: of the sum of differences ("lambda" elsewhere).
         gamma: part of the largest differences that `breadcrumbs` drops.
-        epsilon: by how much `della` keeps large differences of a row more often, and small less.
+        epsilon: by how much `della` keeps large differences of a row more often, and small less;
+            at most the density and 1 - density, so that a density of 1 keeps all as they are.
         seed: of `dare` and `della`.
         dtype: of the output's parameters, such as "bfloat16"; None keeps that of the base or
             first model. Buffers keep theirs.
@@ -107,10 +125,15 @@ class MergeConfig(Record):
 
     def __post_init__(self) -> None:
         """Check the values."""
+        Record.__post_init__(self)  # a dataclass with slots cannot use super()
+        for name, kind in (("models", MergeModel), ("slices", Slice), ("remove_keys", str)):
+            for item in getattr(self, name):
+                check_kind(item, kind, f"{name} must hold values of type {kind.__name__}")
         if self.method not in (*Combine.METHODS, PASSTHROUGH):
             known = ", ".join((*Combine.METHODS, PASSTHROUGH))
             raise WeightConvertError(f"method={self.method!r}; expected one of {known}")
-        _check_amount(self.t, "t")
+        for name in ("t", "scale", "gamma", "epsilon"):
+            _check_amount(getattr(self, name), name)
         needs_base = Combine.METHODS.get(self.method, False)
         if needs_base != (self.base is not None):
             wanted = "needs a base" if needs_base else "takes no base"
@@ -126,6 +149,18 @@ class MergeConfig(Record):
             raise WeightConvertError("slices belong to the method passthrough, which needs some")
         if self.dtype is not None:
             stored_dtype(self.dtype)
+        for record in (self, *self.models):
+            self._check_read(record)
+
+    def _check_read(self, record: "MergeConfig | MergeModel") -> None:
+        """Raise where an option is given that the method does not read."""
+        for item in fields(record):
+            methods = _READ_BY.get(item.name, {self.method})
+            if self.method not in methods and getattr(record, item.name) != item.default:
+                raise WeightConvertError(
+                    f"{item.name}={getattr(record, item.name)!r} has no effect on {self.method}; "
+                    f"leave it out, or choose one of {', '.join(sorted(methods))}"
+                )
 
     @property
     def normalizes(self) -> bool:
@@ -160,9 +195,14 @@ def _check_amount(amount: Any, what: str) -> None:
     values = amount.values() if isinstance(amount, Mapping) else amount
     numbers = [amount] if isinstance(amount, int | float) else list(values)
     if not numbers or not all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in numbers
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+        for value in numbers
     ):
-        raise WeightConvertError(f"{what} is {amount!r}; expected a number, several, or a mapping")
+        raise WeightConvertError(
+            f"{what} is {amount!r}; expected a finite number, several, or a mapping"
+        )
 
 
 def read_config(path: Path | str) -> MergeConfig:
@@ -186,25 +226,23 @@ def read_config(path: Path | str) -> MergeConfig:
             table["base"] = str(path.parent / table["base"])
         for name, kind in (("models", MergeModel), ("slices", Slice)):
             table[name] = [_placed(kind, entry, path) for entry in table.get(name, ())]
-        return MergeConfig(**_values(MergeConfig, table, path))
-    except (TypeError, AttributeError) as error:
+        return MergeConfig(**_values(MergeConfig, table))
+    except (TypeError, AttributeError, WeightConvertError) as error:
         raise WeightConvertError(f"{path}: {error}") from error
 
 
 def _placed(kind: type, table: Mapping[str, Any], path: Path) -> Any:
     """A record whose path is relative to the file's folder."""
-    values = _values(kind, table, path)
+    values = _values(kind, table)
     if "path" in values:
         values["path"] = str(path.parent / values["path"])
     return kind(**values)
 
 
-def _values(kind: type, table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _values(kind: type, table: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a record; lists become tuples."""
     known = {field.name for field in fields(kind)}
     unknown = sorted(table.keys() - known)
     if unknown:
-        raise WeightConvertError(
-            f"{path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}"
-        )
+        raise WeightConvertError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
