@@ -265,3 +265,25 @@ def test_a_move_goes_on_with_chunks_of_its_size_only_and_loses_nothing_by_others
         convert(src, dst, to="fused", options=replace(options, chunk_bytes=chunk_bytes))
     convert(src, dst, to="fused", options=options)
     assert oracle.read_folder(dst) == model.fused, model.seed
+
+
+@pytest.mark.parametrize("chunks", [(512, 1 << 20), (1 << 20, 512)])
+def test_a_run_that_computes_goes_on_with_chunks_of_another_size(
+    oracle: Any, tmp_path: Path, chunks: tuple[int, int]
+) -> None:
+    pytest.importorskip("torch")
+    src, dst = oracle.make_model().write(tmp_path / "src", "transformers"), tmp_path / "dst"
+    before, after = (
+        ConversionOptions(chunk_bytes=size, dtype="float32", files="bin", resume=True)
+        for size in chunks
+    )
+    convert(src, tmp_path / "plain", to="fused", options=after)
+
+    def fail(done: int, total: int) -> None:
+        if done > 0.8 * total:
+            raise OSError("no space left")
+
+    with pytest.raises(WeightConvertError, match="no space left; what is written stays"):
+        convert(src, dst, to="fused", options=before, on_progress=fail)
+    convert(src, dst, to="fused", options=after)
+    assert content(dst) == content(tmp_path / "plain")

@@ -247,7 +247,7 @@ def _is_written(unit: Unit, number: int, fd: int, path: Path, work: _Work) -> bo
         return False
     noted = work.journal.noted[number]
     if noted is None:
-        is_same = _is_as_source(unit, fd, work)
+        is_same = _is_copied(unit, work) and _is_as_source(unit, fd, work)
     else:
         is_same = checksum(fd, unit.begin, unit.end) == noted
     if is_same:
