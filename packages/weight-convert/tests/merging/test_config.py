@@ -52,7 +52,7 @@ def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
         ("method = 'passthrough'", "slices belong to the method passthrough"),
         ("method = 'linear'\nlambda = 1", "unknown key 'lambda'; known: base, dtype"),
         ("method = 'linear'\n[[models]]\nweight = 1", "missing 1 required keyword"),
-        ("method = 'linear'\n[[models]]\npath = 'b'\nweight = 'x'", "expected a finite number"),
+        ("method = 'linear'\n[[models]]\npath = 'b'\nweight = 'x'", "weight has a wrong type"),
         ("method = 'linear'\ndtype = 'int8'\n[[models]]\npath = 'b'", "dtype 'int8'"),
         ("method = 'slerp'\nt = nan\n", "t is nan; expected a finite number"),
         ("method = 'linear'\n[[models]]\npath = 'b'\nweight = [1, inf]", "expected a finite"),

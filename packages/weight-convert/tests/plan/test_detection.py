@@ -1,3 +1,4 @@
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,19 @@ def test_the_kind_of_files_tells_where_all_matrices_are_square(
     convert(tmp_path / "m", tmp_path / "kind", to="transformers", options=options)
     found = detect_format(read_catalog(tmp_path / "kind"), get_spec("qwen3_moe"))
     assert found == ("paddle" if kind == "pdparams" else "transformers")
+
+
+def test_a_square_head_alone_makes_no_other_program_s_files(oracle: Any, tmp_path: Path) -> None:
+    layer = "model.layers.0.mlp"
+    shapes = {"model.embed_tokens.weight": (4, 4), "lm_head.weight": (4, 4)}
+    shapes |= {f"{layer}.gate.weight": (3, 4), f"{layer}.experts.gate_up_proj": (3, 4, 4)}
+    shapes[f"{layer}.experts.down_proj"] = (3, 4, 2)
+    tensors = {key: ("U8", shape, bytes(prod(shape))) for key, shape in shapes.items()}
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 3}
+    oracle.write_folder(tmp_path / "m", [tensors], config)
+    assert inspect(tmp_path / "m").format == "fused"
+    pytest.importorskip("torch", reason="transposing needs torch")
+    options = ConversionOptions(files="safetensors")
+    convert(tmp_path / "m", tmp_path / "paddle", to="paddle", options=options)
+    report = convert(tmp_path / "paddle", tmp_path / "back", to="fused")
+    assert report.source_format == "paddle" and verify(tmp_path / "m", tmp_path / "back").equal

@@ -47,24 +47,27 @@ def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
     counts: Counter[str] = Counter({"fused": 0})
     skeletons = Matcher.skeletons(catalog.tensors)
     for name, form in spec.formats.items():
-        if not _stands_as_said(catalog, spec, form):
+        more = _more_turned(catalog, spec, form)
+        if more < 0:
             continue
-        telling = [rule for rule in form.rules if rule.transposed or not rule.is_itself]
+        is_turned = more > 0 or form.files == catalog.kind == "pdparams"
+        telling = [
+            rule for rule in form.rules if not rule.is_itself or (rule.transposed and is_turned)
+        ]
         matcher = Matcher([rule.source for rule in telling], spec.companions)
         found = (number for key, number in skeletons.items() if matcher.find(key) is not None)
         counts[name] += sum(found)
     return counts.most_common(1)[0][0]
 
 
-def _stands_as_said(catalog: Catalog, spec: FamilySpec, form: Format) -> bool:
-    """Whether matrices that a format transposes and does not rename are transposed, by their dims.
+def _more_turned(catalog: Catalog, spec: FamilySpec, form: Format) -> int:
+    """Of the matrices that a format transposes and does not rename: how many more stand transposed.
 
-    A dim of one name has one size in all tensors, so those that are not transposed tell it; what
-    most matrices say counts, and where they say nothing names of its own, or the kind of files.
+    A dim of one name has one size in all tensors, so those that are not transposed tell it.
     """
     turned = {rule.source.names[0] for rule in form.rules if rule.transposed and rule.is_itself}
     if not turned:
-        return True
+        return 0
     names = list(spec.tensors)
     matcher = Matcher([Side(names=(name,), groups=()) for name in names])
     sizes: dict[str, int] = {}
@@ -83,9 +86,7 @@ def _stands_as_said(catalog: Catalog, spec: FamilySpec, form: Format) -> bool:
         return all(sizes.get(dim, n) == n for dim, n in zip(dims, shape, strict=True))
 
     turns = sum(fits((*outer, cols, rows), shape) for (*outer, rows, cols), shape in matrices)
-    more = turns - sum(fits(dims, shape) for dims, shape in matrices)
-    is_own = form.renames_all or form.files == catalog.kind == "pdparams"  # where no shape tells
-    return more >= 0 if is_own else more > 0
+    return turns - sum(fits(dims, shape) for dims, shape in matrices)
 
 
 def stored_roles(catalog: Catalog, spec: FamilySpec) -> dict[str, tuple[str, str]]:
