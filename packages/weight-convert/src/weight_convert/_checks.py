@@ -23,6 +23,13 @@ def check_sizes(record: object, *names: str) -> None:
             raise WeightConvertError(f"{name}={value}; expected at least 1")
 
 
+def is_block(value: object) -> bool:
+    """Whether a `weight_block_size` of a config is rows and columns."""
+    return (
+        isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+    )
+
+
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return `path` as a `Path`."""
     check_kind(path, (str, os.PathLike), "a directory or file must be given as a str or a Path")

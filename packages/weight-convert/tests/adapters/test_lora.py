@@ -218,3 +218,37 @@ def test_a_tied_model_whose_embedding_or_head_alone_is_replaced_is_tied_no_more(
     found = load_file(tmp_path / "c" / "model.safetensors")
     assert found.keys() == {"model.embed_tokens.weight"} and torch.equal(*found.values(), new)
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"lora_alpha": None}, "has None in lora_alpha; expected a finite number"),
+        ({"lora_alpha": "x"}, "has 'x' in lora_alpha"),
+        ({"lora_alpha": float("nan")}, "has nan in lora_alpha"),
+        ({"alpha_pattern": [1]}, r"has \[1\] in alpha_pattern; expected numbers by pattern"),
+        ({"alpha_pattern": {"q_proj": None}}, "has None in alpha_pattern; expected a finite"),
+        ({"alpha_pattern": {"(": 3}}, r"has '\(' in alpha_pattern; expected regular expressions"),
+        ({"target_parameters": 3}, "has 3 in target_parameters; expected a list of names"),
+        ({"target_parameters": "ab"}, "has 'ab' in target_parameters"),
+    ],
+)
+def test_a_value_of_the_adapter_s_config_that_is_none_is_named(tmp_path, config, said) -> None:
+    write(tmp_path / "a", {f"{Q}.weight": torch.randn(10, H)}, {"model_type": "qwen3_moe"})
+    a, b = factors(10, H)
+    tensors = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    adapter(tmp_path / "lora", tensors, **config)
+    with pytest.raises(WeightConvertError, match=f"adapter_config.json {said}"):
+        lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("shape_a", "shape_b"),
+    [((H,), (10, R)), ((R, H), ()), ((2, H), (10, 3)), ((0, H), (10, 0)), ((R, H, 1, 1), (10, R))],
+)
+def test_factors_that_make_no_product_are_refused(tmp_path, shape_a, shape_b) -> None:
+    write(tmp_path / "a", {f"{Q}.weight": torch.randn(10, H)}, {"model_type": "qwen3_moe"})
+    tensors = {f"{Q}.lora_A.weight": torch.ones(shape_a), f"{Q}.lora_B.weight": torch.ones(shape_b)}
+    adapter(tmp_path / "lora", tensors)
+    with pytest.raises(WeightConvertError, match=r"expected \[rank, in\] and \[out, rank\] of one"):
+        lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")

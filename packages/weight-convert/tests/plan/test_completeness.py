@@ -1,9 +1,12 @@
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weight_convert.errors import IncompleteExpertsError
+from weight_convert import inspect, split
+from weight_convert.cutting import SplitLayout
+from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import read_catalog
 from weight_convert.plan import plan_conversion
 from weight_convert.specs import get_spec
@@ -127,3 +130,19 @@ def test_block_scales_must_be_there_and_end_where_parts_end(oracle: Any, tmp_pat
     said = refusal(oracle, tmp_path / "d", uneven.per_expert | scales(uneven), model.config | block)
     assert "gate_up_proj_scale_inv has shape [12, 4, 3], expected [12, 3, 3]" in said
     assert "cannot be fused; dequantise them first" in said
+
+
+@pytest.mark.parametrize("block", [[128], [128] * 3, [0, 0], ["a", "b"], 128, "128", [-1, 128]])
+def test_a_block_that_is_no_rows_and_columns_is_named(
+    oracle: Any, tmp_path: Path, block: Any
+) -> None:
+    model = oracle.make_model(dtype="F8_E4M3")
+    entry = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    oracle.write_folder(tmp_path / "m", [model.per_expert], model.config | entry)
+    for call in (
+        lambda: plan_conversion(read_catalog(tmp_path / "m"), SPEC, to="fused"),
+        lambda: split(tmp_path / "m", tmp_path / "out", SplitLayout(tp=2)),
+    ):
+        with pytest.raises(WeightConvertError, match=f"weight_block_size {re.escape(repr(block))}"):
+            call()
+    assert "expected rows and columns of a block" in inspect(tmp_path / "m").problem

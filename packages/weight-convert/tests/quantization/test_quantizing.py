@@ -251,3 +251,17 @@ def test_kept_scales_of_other_tensors_are_refused(tmp_path: Path) -> None:
     dequantize(tmp_path / "a", tmp_path / "e", keep_scales=False)
     with pytest.raises(WeightConvertError, match=r"has no quantization.kept; choose to='fp8'"):
         quantize(tmp_path / "e", tmp_path / "d")
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_codes_that_are_no_matrix_are_refused(tmp_path: Path, method: str) -> None:
+    key = "model.norm.weight" + ("_blocks" if method == "mxfp4" else "")
+    scales = "model.norm.weight" + ("_scales" if method == "mxfp4" else "_scale_inv")
+    dtype = torch.uint8 if method == "mxfp4" else E4M3
+    codes = {key: torch.zeros(16, dtype=torch.uint8).view(dtype), scales: torch.ones(1)}
+    entry = {"quantization_config": FP8 | {"quant_method": method}}
+    write(tmp_path / "a", [codes], entry)
+    with pytest.raises(
+        IncompleteExpertsError, match=rf"{key} has shape \[16\], which is no matrix"
+    ):
+        dequantize(tmp_path / "a", tmp_path / "b")

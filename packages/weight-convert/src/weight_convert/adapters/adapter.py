@@ -9,6 +9,7 @@ Invariant: every tensor of the file is a part of some factors or a whole replace
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"
     r"lora_magnitude_vector)(\.weight)?"
 )
+_NAMED = r"(.*\.)?({})$"  # as peft takes a pattern of names
 # What changes the meaning of the factors, with the value that leaves it as it is.
 _PLAIN: Mapping[str, Any] = {
     "bias": "none",
@@ -72,7 +74,7 @@ class Factors:
         matching = (
             value
             for pattern, value in self.alpha_pattern.items()
-            if re.match(rf"(.*\.)?({pattern})$", name)
+            if re.match(_NAMED.format(pattern), name)
         )
         return next(matching, self.alpha) / (math.sqrt(rank) if self.uses_root else rank)
 
@@ -134,12 +136,14 @@ def read_adapter(directory: Path | str) -> Adapter:
             if "embedding" in match["part"]:
                 parts[match["module"]]["embedding"] = tensor
     factors = {module: _factors(path, module, found, config) for module, found in parts.items()}
-    parameters = tuple(config.get("target_parameters") or ())
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise _mistaken(folder, "target_parameters", parameters, "a list of names")
     return Adapter(
         path=path,
         factors=factors,
         replaced=replaced,
-        parameters=parameters,
+        parameters=tuple(parameters),
         keeps_tied=bool(config.get("ensure_weight_tying")),
     )
 
@@ -177,6 +181,12 @@ def _factors(
     if "lora_A" not in found or "lora_B" not in found:
         there = ", ".join(sorted(found))
         raise WeightConvertError(f"{path}: {module} has {there}; expected lora_A and lora_B")
+    a, b = found["lora_A"], found["lora_B"]
+    if len(a.shape) != 2 or len(b.shape) != 2 or not 0 < a.shape[0] == b.shape[1]:
+        raise WeightConvertError(
+            f"{path}: lora_A of {module} has shape {list(a.shape)} and lora_B {list(b.shape)}; "
+            f"expected [rank, in] and [out, rank] of one rank; the file is damaged"
+        )
     magnitude = found.get("lora_magnitude_vector")
     if bool(config.get("use_dora")) != (magnitude is not None):
         raise WeightConvertError(
@@ -184,11 +194,34 @@ def _factors(
             f"{'there' if magnitude else 'missing'}"
         )
     return Factors(
-        a=found["lora_A"],
-        b=found["lora_B"],
+        a=a,
+        b=b,
         magnitude=magnitude,
-        alpha=float(config.get("lora_alpha", 8)),
-        alpha_pattern={k: float(v) for k, v in (config.get("alpha_pattern") or {}).items()},
+        alpha=_number(path.parent, "lora_alpha", config.get("lora_alpha", 8)),
+        alpha_pattern=_alpha_pattern(path.parent, config.get("alpha_pattern") or {}),
         uses_root=bool(config.get("use_rslora")),
         is_embedding="embedding" in found,
+    )
+
+
+def _alpha_pattern(folder: Path, table: object) -> Mapping[str, float]:
+    if not isinstance(table, dict):
+        raise _mistaken(folder, "alpha_pattern", table, "numbers by pattern")
+    for pattern in table:
+        try:
+            re.compile(_NAMED.format(pattern))
+        except (re.error, OverflowError) as error:
+            raise _mistaken(folder, "alpha_pattern", pattern, "regular expressions") from error
+    return {key: _number(folder, "alpha_pattern", value) for key, value in table.items()}
+
+
+def _number(folder: Path, name: str, value: object) -> float:
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise _mistaken(folder, name, value, "a finite number")
+    return float(value)
+
+
+def _mistaken(folder: Path, name: str, value: object, expected: str) -> WeightConvertError:
+    return WeightConvertError(
+        f"{folder / CONFIG_NAME} has {value!r} in {name}; expected {expected}, as peft writes it"
     )

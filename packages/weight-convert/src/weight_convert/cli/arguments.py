@@ -63,12 +63,12 @@ def parse_size(text: str) -> int:
     """Return the bytes of `5GB` (decimal, as transformers reads it), `5GiB` or a plain number.
 
     Raises:
-        argparse.ArgumentTypeError: anything else, or less than one byte.
+        argparse.ArgumentTypeError: anything else, less than one byte, or too many.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 5GB or 500MiB")
-    size_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size_bytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
-    return size_bytes
+    size_bytes = float(match[1]) * _UNITS[match[2].upper()]
+    if not 1 <= size_bytes < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte, or 2 ** 63 and more")
+    return int(size_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weight_convert._checks import is_block
 from weight_convert.cutting.cuts import Cutter, DimCut
 from weight_convert.cutting.layout import SplitLayout, shares
 from weight_convert.specs import FamilySpec
@@ -104,6 +105,6 @@ def _shape_and_block(
     quantisation = config.get("quantization_config")
     size = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
     scaled = bool(suffix) or any(key + end in shapes for end in spec.companions)
-    if not scaled or not isinstance(size, list) or len(size) > len(shape):
+    if not scaled or not is_block(size) or len(size) > len(shape):
         return shape, None
     return shape, (1,) * (len(shape) - len(size)) + tuple(size)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
+from weight_convert._checks import is_block
 from weight_convert.errors import IncompleteExpertsError
 from weight_convert.files import Catalog
 from weight_convert.specs import FamilySpec, Matcher, Rule, Side
@@ -157,6 +158,11 @@ def _check_scales(
     block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
     if not block or tensor.dtype not in _FP8 or not spec.companions:
         return
+    if not is_block(block):
+        raise IncompleteExpertsError(
+            f"{catalog.directory}/config.json has weight_block_size {block!r}, but {tensor.key} is "
+            f"{tensor.dtype}; expected rows and columns of a block, such as [128, 128]"
+        )
     name = tensor.key + spec.companions[0]
     scales = by_key.get(name)
     if scales is None:
@@ -164,10 +170,10 @@ def _check_scales(
             f"{tensor.key} is {tensor.dtype} in blocks of {block} (config.json) but {name} is "
             f"missing; the checkpoint is incomplete"
         )
-    rows = [-(-length // size) for length, size in zip(tensor.shape[1:], block, strict=True)]
+    rows = [-(-length // size) for length, size in zip(tensor.shape[1:], block, strict=False)]
     if list(scales.shape[1:]) != rows:
         raise IncompleteExpertsError(
-            f"{name} has shape {list(scales.shape)}, expected {[scales.shape[0], *rows]}: "
+            f"{name} has shape {list(scales.shape)}, expected {[*scales.shape[:1], *rows]}: "
             f"{list(tensor.shape)} in blocks of {block} (config.json). Where a block would hold "
             f"rows of two parts, fp8 experts cannot be fused; dequantise them first"
         )

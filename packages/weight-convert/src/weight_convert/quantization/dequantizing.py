@@ -105,6 +105,11 @@ def _pairs(catalog: Catalog, method: Method) -> Iterator[tuple[str, SourceTensor
                 f"{key} is quantised ({tensor.dtype}), but its scales {name} are missing; the "
                 f"checkpoint is incomplete"
             )
+        if len(tensor.shape) < (2 if method.name == "fp8" else 3):
+            raise IncompleteExpertsError(
+                f"{key} has shape {list(tensor.shape)}, which is no matrix in codes of "
+                f"{method.name}; the checkpoint is damaged, or config.json is of another one"
+            )
         weight = method.weight_shape(tensor.shape)
         expected = method.scales_shape(weight)
         if scales.shape != expected or method.codes_shape(weight) != tensor.shape:

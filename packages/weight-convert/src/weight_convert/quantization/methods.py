@@ -9,10 +9,11 @@
 | mxfp4 (GPT-OSS) | `X_blocks`, U8, two a byte | `X_scales`, U8, one for 32 | `X`, transposed |
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from weight_convert._checks import is_block
 from weight_convert.errors import WeightConvertError
 from weight_convert.operations import FromBlocks, FromMx, Operation, ToBlocks, ToMx
 
@@ -122,13 +123,9 @@ def method_of(entry: object, where: object) -> Method:
     name, block = entry.get("quant_method"), entry.get("weight_block_size")
     if name == "mxfp4":
         return mxfp4()
-    if name == "fp8" and isinstance(block, list) and _is_block(block):
+    if name == "fp8" and is_block(block):
         return fp8((block[0], block[1]))
     raise WeightConvertError(
         f"{where}: quantization_config of quant_method {name!r} with weight_block_size {block!r}; "
         f"known are 'fp8' in blocks such as [128, 128], and 'mxfp4'"
     )
-
-
-def _is_block(sizes: Sequence[Any]) -> bool:
-    return len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
