@@ -45,8 +45,8 @@ LINES_ADDED = {
     # Of word to a peer that never reads the last alone; counters that end with their graphs.
     # Backwards that fail ahead of our nodes; torch's coalescing; calls in callbacks; roots of
     # reductions and shapes of sparse ones; names that mean loopback.
-    # The matrix on devices.
-    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 40,
+    # The matrix on devices. Failures of the simulation itself.
+    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 40 + 5,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -78,7 +78,8 @@ LINES_ADDED = {
     # parameters in pieces. Keys without effect, told; any job compared in float32.
     # Hooks that let go of a model. States of nodes in a resume by command; decoder and corpus that
     # changes of layout keep; the job's own clock, from the command on; mixtures that are gone on
-    # with; keys without effect, told.
+    # with; keys without effect, told. Data without a target, figures of no token, indexes of files
+    # that change, halves of characters.
     "moe-train": 14_085
     + 90
     + 200
@@ -98,7 +99,8 @@ LINES_ADDED = {
     + 240
     + 240
     + 150
-    + 700,
+    + 700
+    + 72,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -159,7 +161,21 @@ LINES_ADDED = {
     # that files count anew. One torch thread for what memory bounds.
     # What config.json says of single layers, in merges by passthrough; adapters that changed their
     # model at the beginning.
-    "weight-convert": 1_670 + 1_000 + 950 + 950 + 500 + 1_120 + 400 + 2_150 + 350 + 720 + 250 + 300,
+    # Options of merges and adapters that are of another type, or that nothing reads, refused;
+    # layers that are not the decoder's; buffers under other names.
+    "weight-convert": 1_670
+    + 1_000
+    + 950
+    + 950
+    + 500
+    + 1_120
+    + 400
+    + 2_150
+    + 350
+    + 720
+    + 250
+    + 300
+    + 150,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
@@ -193,7 +209,8 @@ LINES_ADDED = {
     # of a run's folder in rotation; destinations that share memory, and tied ones of which other
     # values are stored; extra states of modules; tensors without plain memory.
     # Checkpoints of torch DCP written and read by commands, piece by piece. What was saved to a
-    # store's URL on disk is read by path; snapshots and savers that end with an error.
+    # store's URL on disk is read by path; snapshots and savers that end with an error. Exports of
+    # what was skipped; a tier that is newer than what is whole in storage.
     "unified-ckpt": 820
     + 120
     + 600
@@ -210,7 +227,8 @@ LINES_ADDED = {
     + 220
     + 160
     + 75
-    + 270,
+    + 270
+    + 40,
 }
 
 # Why comm-collectives has 17,000 lines outside checking/ and simulation/, where 10,500 were asked

@@ -131,7 +131,7 @@ def plan_conversion(
         IncompleteExpertsError: see `check_complete`.
     """
     check_kind(catalog, Catalog, "catalog must be a Catalog; read_catalog returns one")
-    options = options if options is not None else ConversionOptions()
+    options = options or ConversionOptions()
     check_arguments(spec, options)
     family = spec_of(catalog, spec)
     form = family.format(to)
@@ -146,13 +146,12 @@ def plan_conversion(
     if form.order == "modules":
         memory = by_modules(memory, family)
     tensors = sorted(as_stored(memory, family, to, work, catalog.config), key=lambda t: t.order)
-    num_regrouped = sum(tensor.key not in catalog.tensors for tensor in tensors)
     changes = standard_config(catalog, family, memory) if _is_foreign(catalog, source) else {}
     if options.dtype is not None:
         tensors = _in_dtype(tensors, buffers, options.dtype, work)
         changes["dtype"] = options.dtype
-    carried, written = with_config(catalog, changes)
     frame = _frame(catalog, source, options, buffers, form.file_name)
+    carried, written = with_config(catalog, changes)
     files = deal_to_kind(options.files or form.files, tensors, work, frame)
     return ConversionPlan(
         sources=catalog.files,
@@ -166,7 +165,7 @@ def plan_conversion(
         source_format=source,
         target_format=to,
         is_experimental=not form.proof,
-        num_regrouped=num_regrouped,
+        num_regrouped=sum(tensor.key not in catalog.tensors for tensor in tensors),
         unknown_keys=unknown,
         other_keys=others,
     )
