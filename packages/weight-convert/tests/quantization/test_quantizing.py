@@ -159,6 +159,13 @@ def test_fresh_scales_are_for_experts_and_matrices_but_routers(tmp_path: Path, t
         assert ((value - tensors[key]).abs() <= limit * tensors[key].abs() + limit / 2).all(), key
 
 
+def test_mxfp4_is_refused_where_no_program_reads_it(tmp_path: Path) -> None:
+    key = "model.layers.0.mlp.experts.0.up_proj.weight"
+    write(tmp_path / "a", [{key: torch.randn(64, 32)}], {})
+    with pytest.raises(WeightConvertError, match=r"which those of qwen3_moe do not; choose fp8"):
+        quantize(tmp_path / "a", tmp_path / "b", to="mxfp4")
+
+
 def test_tensors_to_skip_stay_and_a_pattern_without_one_is_refused(tmp_path: Path) -> None:
     key = "model.layers.0.self_attn.{}_proj.weight"
     tensors = {key.format(name): torch.randn(8, 8) for name in "qo"}

@@ -43,8 +43,8 @@ def quantize(
         src: a model in bfloat16, float16 or float32, in any format of its family.
         dst: the output; must not exist.
         to: "fp8" (in blocks of 128 x 128) or "mxfp4" makes fresh scales: of all matrices of layers
-            but routers and Mamba's, or of the experts. None takes the scales that `dequantize` kept
-            in `src`, and gives back every byte of weights that have not changed since.
+            but routers and Mamba's, or of GPT-OSS's experts. None takes the scales that
+            `dequantize` kept in `src`, and gives back every byte of weights that have not changed since.
         skip: patterns of tensors to leave as they are, such as "*.o_proj.weight"; each must match,
             and of a layer's experts all or none.
         spec: the family, which says what is a router; None takes it from `config.json`.
@@ -71,8 +71,9 @@ def quantize(
         if skip:
             raise WeightConvertError("skip chooses among fresh scales; kept ones are all taken")
         return _by_kept(catalog, kept, dst, options, on_progress)
-    method = _method(to)
-    chosen, plain = _chosen(catalog, method, spec_of(catalog, spec), skip)
+    family = spec_of(catalog, spec)
+    method = _method(to, family)
+    chosen, plain = _chosen(catalog, method, family, skip)
     work = Computations(num_sources=len(catalog.files))
     tensors = [_plain(tensor) for key, tensor in catalog.tensors.items() if key not in chosen]
     for key in chosen:
@@ -87,9 +88,15 @@ def quantize(
     return write_output(catalog, output, dst, options=options, on_progress=on_progress)
 
 
-def _method(to: str) -> Method:
+def _method(to: str, family: FamilySpec) -> Method:
     if to not in ("fp8", "mxfp4"):
         raise WeightConvertError(f"to={to!r}; expected 'fp8', 'mxfp4' or None")
+    expert = family.tensors.get(family.experts[0])
+    if to == "mxfp4" and (expert is None or expert.dims[1:2] != ("hidden",)):
+        raise WeightConvertError(
+            f"mxfp4 is read of experts that stand fused with their inputs as rows, as GPT-OSS's, "
+            f"which those of {family.model_type} do not; choose fp8"
+        )
     return fp8((128, 128)) if to == "fp8" else mxfp4()
 
 
