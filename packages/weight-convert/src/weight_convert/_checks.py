@@ -4,7 +4,7 @@ import os
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from weight_convert.errors import WeightConvertError, WeightConvertTypeError
 
@@ -23,11 +23,10 @@ def check_sizes(record: object, *names: str) -> None:
             raise WeightConvertError(f"{name}={value}; expected at least 1")
 
 
-def is_block(value: object) -> bool:
+def is_block(value: object) -> TypeGuard[list[int]]:
     """Whether a `weight_block_size` of a config is rows and columns."""
-    return (
-        isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
-    )
+    sizes = value if isinstance(value, list) else []
+    return len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:

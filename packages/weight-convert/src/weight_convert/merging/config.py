@@ -29,9 +29,7 @@ from weight_convert.errors import WeightConvertError
 from weight_convert.operations import Combine
 
 PASSTHROUGH = "passthrough"
-_SUMMED = frozenset(name for name, has_base in Combine.METHODS.items() if has_base) - {
-    "model_stock"  # whose shares come from the models alone
-}
+_SUMMED = frozenset(m for m, has_base in Combine.METHODS.items() if has_base) - {"model_stock"}
 _DELLA = frozenset({"della_linear", "della"})
 # The methods that read an option, of a merge or a model; the others are for all.
 _READ_BY: Mapping[str, frozenset[str]] = {
@@ -149,17 +147,17 @@ class MergeConfig(Record):
             raise WeightConvertError("slices belong to the method passthrough, which needs some")
         if self.dtype is not None:
             stored_dtype(self.dtype)
-        for record in (self, *self.models):
-            self._check_read(record)
+        self._check_read()
 
-    def _check_read(self, record: "MergeConfig | MergeModel") -> None:
+    def _check_read(self) -> None:
         """Raise where an option is given that the method does not read."""
-        for item in fields(record):
-            methods = _READ_BY.get(item.name, {self.method})
-            if self.method not in methods and getattr(record, item.name) != item.default:
+        records: tuple[MergeConfig | MergeModel, ...] = (self, *self.models)
+        for record, item in ((of, item) for of in records for item in fields(of)):
+            value, methods = getattr(record, item.name), _READ_BY.get(item.name, {self.method})
+            if self.method not in methods and value != item.default:
                 raise WeightConvertError(
-                    f"{item.name}={getattr(record, item.name)!r} has no effect on {self.method}; "
-                    f"leave it out, or choose one of {', '.join(sorted(methods))}"
+                    f"{item.name}={value!r} has no effect on {self.method}; leave it out, or "
+                    f"choose one of {', '.join(sorted(methods))}"
                 )
 
     @property

@@ -15,7 +15,7 @@ of a layer).
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,7 @@ from weight_convert.specs import FamilySpec, Matcher, Side
 
 DEFAULT_MAX_SHARD_BYTES = 50_000_000_000  # the default of transformers 5
 DEFAULT_CHUNK_BYTES = 64 << 20
+_Tensors = Sequence[PlannedTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +141,7 @@ def plan_conversion(
     work = Computations(num_sources=len(catalog.files))
     memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
-    others = tuple(tensor.key for tensor in _of_role("other", family, memory))
-    buffers = _of_role("buffer", family, memory)
+    others, buffers = (_of_role(role, family, memory) for role in ("other", "buffer"))
     unknown = _unknown_keys(family, (source, to), memory, others, options)
     if form.order == "modules":
         memory = by_modules(memory, family)
@@ -167,7 +167,7 @@ def plan_conversion(
         is_experimental=not form.proof,
         num_regrouped=sum(tensor.key not in catalog.tensors for tensor in tensors),
         unknown_keys=unknown,
-        other_keys=others,
+        other_keys=tuple(tensor.key for tensor in others),
     )
 
 
@@ -177,11 +177,7 @@ def _is_foreign(catalog: Catalog, source: str) -> bool:
 
 
 def _frame(
-    catalog: Catalog,
-    source: str,
-    options: ConversionOptions,
-    buffers: Sequence[PlannedTensor],
-    file_name: str,
+    catalog: Catalog, source: str, options: ConversionOptions, buffers: _Tensors, file_name: str
 ) -> Frame:
     return Frame(
         max_shard_bytes=options.max_shard_bytes,
@@ -222,7 +218,7 @@ def _unknown_keys(
     spec: FamilySpec,
     formats: tuple[str, str],
     memory: Sequence[PlannedTensor],
-    others: Collection[str],
+    others: _Tensors,
     options: ConversionOptions,
 ) -> tuple[str, ...]:
     """The tensors in memory that the spec does not name, or the target has no name for.
@@ -242,7 +238,7 @@ def _unknown_keys(
         return ()
     known = Matcher([Side(names=(name,), groups=()) for name in spec.tensors], spec.companions)
     form = spec.format(to)
-    alike = set(others)
+    alike = {tensor.key for tensor in others}
     named = Matcher([rule.target for rule in form.rules], spec.companions)
     keys = tuple(
         tensor.key
@@ -260,10 +256,7 @@ def _unknown_keys(
 
 
 def _in_dtype(
-    tensors: Sequence[PlannedTensor],
-    buffers: Sequence[PlannedTensor],
-    dtype: str,
-    work: Computations,
+    tensors: _Tensors, buffers: _Tensors, dtype: str, work: Computations
 ) -> list[PlannedTensor]:
     """The tensors with their parameters in `dtype`; what has it already is copied."""
     stored = stored_dtype(dtype)
@@ -282,9 +275,7 @@ def _in_dtype(
     ]
 
 
-def _of_role(
-    role: str, spec: FamilySpec, memory: Sequence[PlannedTensor]
-) -> tuple[PlannedTensor, ...]:
+def _of_role(role: str, spec: FamilySpec, memory: _Tensors) -> _Tensors:
     """The tensors in memory to which the spec gives a role."""
     names = [name for name, note in spec.tensors.items() if note.role == role]
     matcher = Matcher([Side(names=(name,), groups=()) for name in names])

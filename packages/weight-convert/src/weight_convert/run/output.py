@@ -69,7 +69,6 @@ class Output:
         aside: weight files that no index names.
         not_carried: files of the source that have no place in the output, and why.
         removed: tensors of the source that are left out on demand, with their bytes.
-        num_buffer_elements: elements that are no parameters.
     """
 
     tensors: Sequence[PlannedTensor]
@@ -79,7 +78,6 @@ class Output:
     aside: tuple[TargetFile, ...] = ()
     not_carried: tuple[LeftOut, ...] = ()
     removed: Mapping[str, int] = field(default_factory=dict)
-    num_buffer_elements: int = 0
 
 
 def write_output(
@@ -146,7 +144,6 @@ def _plan(catalog: Catalog, output: Output, options: OutputOptions) -> FilePlan:
         max_shard_bytes=options.max_shard_bytes,
         metadata=catalog.metadata or _metadata(catalog),
         index_metadata=stated,
-        num_buffer_elements=output.num_buffer_elements,
     )
     ordered = sorted(output.tensors, key=lambda tensor: tensor.order)
     files = deal_to_kind("safetensors", ordered, output.work, frame)
