@@ -44,7 +44,7 @@ def quantize(
         dst: the output; must not exist.
         to: "fp8" (in blocks of 128 x 128) or "mxfp4" makes fresh scales: of all matrices of layers
             but routers and Mamba's, or of GPT-OSS's experts. None takes the scales that
-            `dequantize` kept in `src`, and gives back every byte of weights that have not changed since.
+            `dequantize` kept in `src`, and gives back every byte of weights that are unchanged.
         skip: patterns of tensors to leave as they are, such as "*.o_proj.weight"; each must match,
             and of a layer's experts all or none.
         spec: the family, which says what is a router; None takes it from `config.json`.
