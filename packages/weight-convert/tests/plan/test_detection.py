@@ -112,3 +112,14 @@ def test_a_square_head_alone_makes_no_other_program_s_files(oracle: Any, tmp_pat
     convert(tmp_path / "m", tmp_path / "paddle", to="paddle", options=options)
     report = convert(tmp_path / "paddle", tmp_path / "back", to="fused")
     assert report.source_format == "paddle" and verify(tmp_path / "m", tmp_path / "back").equal
+
+
+def test_one_matrix_of_another_shape_turns_no_directory(oracle: Any, tmp_path: Path) -> None:
+    model = oracle.make_model()
+    dtype, shape, data = model.per_expert["lm_head.weight"]
+    model.per_expert["lm_head.weight"] = (dtype, shape[::-1], data)
+    source = model.write(tmp_path / "m", "transformers")
+    assert inspect(source).format == "transformers"
+    options = ConversionOptions(files="pdparams")
+    convert(source, tmp_path / "pd", to="transformers", options=options)
+    assert inspect(tmp_path / "pd").format == "transformers"

@@ -65,8 +65,8 @@ def _more_turned(catalog: Catalog, spec: FamilySpec, form: Format) -> int:
 
     A dim of one name has one size in all tensors, so those that are not transposed tell it.
     """
-    turned = {rule.source.names[0] for rule in form.rules if rule.transposed and rule.is_itself}
-    if not turned:
+    turned = Matcher([rule.source for rule in form.rules if rule.transposed and rule.is_itself])
+    if not turned.sides:
         return 0
     names = list(spec.tensors)
     matcher = Matcher([Side(names=(name,), groups=()) for name in names])
@@ -77,7 +77,7 @@ def _more_turned(catalog: Catalog, spec: FamilySpec, form: Format) -> int:
         dims = () if member is None else spec.tensors[names[member.side]].dims
         if member is None or len(dims) != len(tensor.shape):
             continue
-        if names[member.side] in turned:
+        if turned.find(key) is not None:
             matrices.append((dims, tensor.shape))
         else:
             sizes |= {dim: n for dim, n in zip(dims, tensor.shape, strict=True) if dim not in sizes}
