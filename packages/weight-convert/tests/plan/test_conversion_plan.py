@@ -248,3 +248,12 @@ def test_a_cast_of_fp8_is_refused_as_it_would_round_the_scales(oracle: Any, tmp_
     model = oracle.make_model(dtype="F8_E4M3")
     with pytest.raises(WeightConvertError, match=r"holds fp8 codes, .*; dequantise the model fi"):
         plan_of(model, tmp_path / "m", form="transformers", to="transformers", dtype="float16")
+
+
+def test_empty_options_of_another_type_are_not_taken_for_the_defaults(
+    oracle: Any, tmp_path: Path
+) -> None:
+    mlp, bias = "mlp", "gate.e_score_correction_bias"
+    catalog = small_model(oracle, tmp_path / "m", "deepseek_v3", bias, mlp)
+    with pytest.raises(TypeError, match="options must be ConversionOptions, got the dict"):
+        plan_conversion(catalog, None, to="fused", options={})  # type: ignore[arg-type]

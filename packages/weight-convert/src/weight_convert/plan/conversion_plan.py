@@ -132,7 +132,7 @@ def plan_conversion(
         IncompleteExpertsError: see `check_complete`.
     """
     check_kind(catalog, Catalog, "catalog must be a Catalog; read_catalog returns one")
-    options = options or ConversionOptions()
+    options = options if options is not None else ConversionOptions()
     check_arguments(spec, options)
     family = spec_of(catalog, spec)
     form = family.format(to)
