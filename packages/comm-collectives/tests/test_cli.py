@@ -1,6 +1,7 @@
 """The command line, as a process: what it prints and how it ends."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import torch
 
 from comm_collectives.checking.misuse.table import MISUSES
 from comm_collectives.cli import main
+
+SIZES = ["--nodes=10000", "--gpus-per-node=8", "--experts=160000", "--topk=8", "--hidden=7168"]
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -30,8 +33,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_the_package_runs_as_a_module() -> None:
-    sizes = ["--nodes=10000", "--gpus-per-node=8", "--experts=160000", "--topk=8", "--hidden=7168"]
-    command = [sys.executable, "-m", "comm_collectives", "plan", *sizes]
+    command = [sys.executable, "-m", "comm_collectives", "plan", *SIZES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "chosen: hierarchical float8_e4m3" in done.stdout
@@ -72,3 +74,15 @@ def test_fuzz_says_how_schedules_ended(capsys: pytest.CaptureFixture[str]) -> No
     assert "2 of 2 schedules from seed 11" in capsys.readouterr().out
     assert main(["fuzz", "--schedules", "0"]) == 2
     assert "--schedules: num_schedules=0" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", *SIZES]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -130,3 +131,15 @@ def test_help_and_schedules_do_not_import_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""

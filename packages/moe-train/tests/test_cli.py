@@ -168,3 +168,18 @@ def test_torchrun_with_another_number_of_ranks_is_refused(
     monkeypatch.setitem(os.environ, "RANK", "1")
     assert main(["train", str(job), "parallel.pp=2"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(JOB)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_MODEL))
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", str(job)]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""

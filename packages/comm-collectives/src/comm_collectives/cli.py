@@ -12,7 +12,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 right, 1 wrong, 2 misused."""
     args = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
-    return run(args)
+    try:
+        status = run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,15 @@ def test_sizes_are_shown_with_pages_too(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["sizes", "1000", "5MiB", "--json", "--conf", "use_virtual_memory:true"]) == 0
     rows = json.loads(capsys.readouterr().out)["sizes"]
     assert [row["first_chunk_bytes"] for row in rows] == [2 << 20, 6 << 20]
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["config"]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""

@@ -9,6 +9,7 @@ Nothing here imports torch.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     run = {"schedule": _schedule, "simulate": _simulate, "plan": _plan, "check": _check}
     try:
-        return run[arguments.command](arguments)
+        status = run[arguments.command](arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (MoEPipelineError, OSError, UnicodeError, ValueError) as error:
         print(f"moe-pipeline: {error}", file=sys.stderr)
         return 2
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

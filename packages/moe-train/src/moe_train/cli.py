@@ -48,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.traceback:
         return command(arguments)
     try:
-        return command(arguments)
+        status = command(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except RankFailedError as error:
         print(f"moe-train: {error}", file=sys.stderr)
         return _EXIT_FAILED

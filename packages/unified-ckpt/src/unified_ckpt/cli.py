@@ -13,6 +13,7 @@ unified-ckpt recovery --nodes 8 --copies 1 --tier-steps 10 --storage-steps 500
 
 import argparse
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,10 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from unified_ckpt.errors import CheckpointError
 
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (CheckpointError, OSError, ValueError) as error:
         print(f"unified-ckpt: {error}", file=sys.stderr)
         return 2
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ Invariant: exit status 0 means done, 1 that the trace ran out of memory, 2 that 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,13 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-        return status
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (AllocError, OSError) as error:
         said = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             said = f"{error.filename}: {error.strerror}"
         print(f"gpu-alloc: {said}", file=sys.stderr)
         return 2
+    return status
 
 
 if __name__ == "__main__":

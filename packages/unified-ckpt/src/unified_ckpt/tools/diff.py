@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from unified_ckpt.errors import LoadError
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.files.format.tables import TABLES_NAME
 from unified_ckpt.files.storage import Location
@@ -43,7 +44,7 @@ def diff_checkpoints(a: Path | str | Location, b: Path | str | Location) -> Iter
     Files that hold no tensors of a part are compared whole, one at a time.
 
     Raises:
-        LoadError: one of them cannot be read.
+        LoadError: one of them cannot be read, or is no checkpoint.
         CorruptCheckpointError: one of them is damaged.
     """
     return _differences(Checkpoint(a), Checkpoint(b))
@@ -51,6 +52,9 @@ def diff_checkpoints(a: Path | str | Location, b: Path | str | Location) -> Iter
 
 def _differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
     with first, second:
+        for one in (first, second):
+            if not one.parts() and one.manifest is None:
+                raise LoadError(f"{one.folder} holds no safetensors part; name a checkpoint")
         yield from _diff_parts(first, second)
         yield from _diff_files(first, second)
 
