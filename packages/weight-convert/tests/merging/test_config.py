@@ -55,6 +55,8 @@ def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
         ("method = 'linear'\n[[models]]\npath = 'b'\nweight = 'x'", "weight has a wrong type"),
         ("method = 'linear'\ndtype = 'int8'\n[[models]]\npath = 'b'", "dtype 'int8'"),
         ("method = 'slerp'\nt = nan\n", "t is nan; expected a finite number"),
+        ("method = 'breadcrumbs'\ngamma = 1.5", "gamma is 1.5; expected 0 to 1"),
+        ("method = 'della'\nepsilon = -0.1", "epsilon is -0.1; expected 0 to 1"),
         ("method = 'linear'\n[[models]]\npath = 'b'\nweight = [1, inf]", "expected a finite"),
         ("method = 'linear'\nnormalize = 'no'\n[[models]]\npath = 'b'", "normalize has a wrong"),
         ("method = 'linear'\nseed = 1.5\n[[models]]\npath = 'b'", "seed has a wrong type"),

@@ -132,6 +132,9 @@ class MergeConfig(Record):
             raise WeightConvertError(f"method={self.method!r}; expected one of {known}")
         for name in ("t", "scale", "gamma", "epsilon"):
             _check_amount(getattr(self, name), name)
+        for name in ("gamma", "epsilon"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise WeightConvertError(f"{name} is {getattr(self, name)!r}; expected 0 to 1")
         needs_base = Combine.METHODS.get(self.method, False)
         if needs_base != (self.base is not None):
             wanted = "needs a base" if needs_base else "takes no base"
