@@ -79,6 +79,21 @@ def test_transformers_loads_both_formats_with_the_same_values_and_logits(
 
 
 @pytest.mark.parametrize("model_type", family_names())
+def test_a_cast_keeps_the_dtype_of_what_transformers_keeps(
+    model_type: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    seed, model = make_model(model_type)
+    model.save_pretrained(tmp_path / "disk")
+    options = ConversionOptions(dtype="bfloat16")
+    convert(tmp_path / "disk", tmp_path / "cast", to="fused", options=options)
+    loaded = type(model).from_pretrained(tmp_path / "disk", dtype=torch.bfloat16)
+    buffers = {name for name, _ in loaded.named_buffers()}
+    for key, tensor in load_file(tmp_path / "cast" / "model.safetensors").items():
+        kept = torch.float32 if key in buffers else loaded.state_dict()[key].dtype
+        assert tensor.dtype == kept, (key, seed)
+
+
+@pytest.mark.parametrize("model_type", family_names())
 def test_stored_views_are_the_boxes_that_transformers_writes(
     model_type: str, make_model: MakeModel, tmp_path: Path
 ) -> None:

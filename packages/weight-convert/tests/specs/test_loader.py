@@ -43,6 +43,7 @@ def test_the_printed_file_of_a_family_reads_as_the_family(tmp_path: Path) -> Non
         ("row column -> expert row column", "row column", r"rules\[1\]: dims 'row column'"),
         ("formats.transformers", "formats.fused", "'fused' is memory's own format"),
         ("num_experts_keys = [", "num_experts_keys = [3, ", "expected a list of strings"),
+        ("[tensors]", 'keep_dtype = ["gate"]\n[tensors]', "keep_dtype is .*names of tensors"),
         ("proof =", 'order = "size"\nproof =', "order is 'size'; expected names or modules"),
         ("[tensors]", "[tensors", "is not TOML"),
     ],

@@ -132,9 +132,7 @@ class MergeConfig(Record):
             raise WeightConvertError(f"method={self.method!r}; expected one of {known}")
         for name in ("t", "scale", "gamma", "epsilon"):
             _check_amount(getattr(self, name), name)
-        for name in ("gamma", "epsilon"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise WeightConvertError(f"{name} is {getattr(self, name)!r}; expected 0 to 1")
+        self._check_shares()
         needs_base = Combine.METHODS.get(self.method, False)
         if needs_base != (self.base is not None):
             wanted = "needs a base" if needs_base else "takes no base"
@@ -151,6 +149,11 @@ class MergeConfig(Record):
         if self.dtype is not None:
             stored_dtype(self.dtype)
         self._check_read()
+
+    def _check_shares(self) -> None:
+        for name in ("gamma", "epsilon"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise WeightConvertError(f"{name} is {getattr(self, name)!r}; expected 0 to 1")
 
     def _check_read(self) -> None:
         """Raise where an option is given that the method does not read."""

@@ -64,16 +64,16 @@ def merge(
     aligned = _aligned(models)
     removed = _remove(aligned, config)
     changes: dict[str, object] = {} if config.dtype is None else {"dtype": config.dtype}
-    buffers = _buffers(models[0])
+    kept = _kept_in_dtype(models[0])
     if config.method == PASSTHROUGH:
         tensors = [
             work.cast(tensor, dtype) if dtype != tensor.dtype else tensor
             for tensor in stacked(config.slices, aligned)
-            for dtype in (_dtype_of(tensor, config, buffers),)
+            for dtype in (_dtype_of(tensor, config, kept),)
         ]
         changes |= stacked_config(config.slices, [model.config for model in models])
     else:
-        tensors = list(_combined(config, aligned, buffers, work))
+        tensors = list(_combined(config, aligned, kept, work))
     output = Output(tensors=tensors, work=work, sources=sources, config=changes, removed=removed)
     return write_output(models[0], output, dst, options=options, on_progress=on_progress)
 
@@ -114,29 +114,30 @@ def _remove(models: Sequence[dict[str, PlannedTensor]], config: MergeConfig) -> 
     return {key: removed[key] for key in sorted(removed, key=natural_key)}
 
 
-def _buffers(model: Catalog) -> frozenset[str]:
-    """Names of tensors that are no parameters, of all layers as one; none of unknown families."""
+def _kept_in_dtype(model: Catalog) -> frozenset[str]:
+    """Names of tensors that no cast touches, of all layers as one; none of unknown families."""
     try:
-        roles = stored_roles(model, get_spec(str(model.config.get("model_type"))))
+        spec = get_spec(str(model.config.get("model_type")))
     except UnknownFamilyError:
         return frozenset()
-    return frozenset(_of_any_layer(key) for key, (role, _) in roles.items() if role == "buffer")
+    roles = stored_roles(model, spec)
+    return frozenset(_of_any_layer(key) for key in roles if spec.keeps_dtype(roles[key][1]))
 
 
 def _of_any_layer(key: str) -> str:
     return _LAYER.sub(".layers.*.", key)
 
 
-def _dtype_of(tensor: PlannedTensor, config: MergeConfig, buffers: Collection[str]) -> str:
-    """The dtype in the output: buffers keep theirs, as the bias that chooses experts needs it."""
-    is_kept = tensor.dtype not in FLOATS or _of_any_layer(tensor.key) in buffers
+def _dtype_of(tensor: PlannedTensor, config: MergeConfig, kept: Collection[str]) -> str:
+    """The dtype in the output: some keep theirs, as the bias that chooses experts needs it."""
+    is_kept = tensor.dtype not in FLOATS or _of_any_layer(tensor.key) in kept
     return tensor.dtype if config.dtype is None or is_kept else stored_dtype(config.dtype)
 
 
 def _combined(
     config: MergeConfig,
     models: Sequence[_Tensors],
-    buffers: Collection[str],
+    kept: Collection[str],
     work: Computations,
 ) -> Iterator[PlannedTensor]:
     """Each tensor of the output."""
@@ -154,7 +155,7 @@ def _combined(
             _operation(config, key, place),
             (tensor, *(model[key] for model in others)),
             key=key,
-            dtype=_dtype_of(tensor, config, buffers),
+            dtype=_dtype_of(tensor, config, kept),
             shape=tensor.shape,
             order=(natural_key(key), 0, 0),
         )

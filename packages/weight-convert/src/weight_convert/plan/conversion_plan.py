@@ -15,7 +15,7 @@ of a layer).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,8 +59,8 @@ class ConversionOptions(Record):
         move: use the source up: what is written is freed there, and the source is removed at the
             end, so that little more than one copy is ever on disk. Interrupted, it must be resumed.
         dtype: "bfloat16", "float16" or "float32" for all parameters of these and of float64, and
-            for `config.json`; buffers and other dtypes stay, but fp8 is refused, as its scales
-            would be rounded. None changes nothing. Needs torch.
+            for `config.json`; buffers, what the spec's `keep_dtype` names and other dtypes stay,
+            but fp8 is refused, as its scales would be rounded. None changes nothing. Needs torch.
         max_memory_bytes: limit on the resident memory of this process, imports included: what is
             computed is cut into smaller chunks; None for what is fastest.
         files: the kind of weight files: "safetensors", torch's "bin", Paddle's "pdparams", or "dcp"
@@ -141,14 +141,19 @@ def plan_conversion(
     work = Computations(num_sources=len(catalog.files))
     memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
-    others, buffers = (_of_role(role, family, memory) for role in ("other", "buffer"))
+    roles = {name: note.role for name, note in family.tensors.items()}
+    others, buffers = (
+        _of_names((name for name in roles if roles[name] == role), memory)
+        for role in ("other", "buffer")
+    )
     unknown = _unknown_keys(family, (source, to), memory, others, options)
     if form.order == "modules":
         memory = by_modules(memory, family)
     tensors = sorted(as_stored(memory, family, to, work, catalog.config), key=lambda t: t.order)
     changes = standard_config(catalog, family, memory) if _is_foreign(catalog, source) else {}
     if options.dtype is not None:
-        tensors = _in_dtype(tensors, buffers, options.dtype, work)
+        kept = _of_names((name for name in roles if family.keeps_dtype(name)), memory)
+        tensors = _in_dtype(tensors, kept, options.dtype, work)
         changes["dtype"] = options.dtype
     frame = _frame(catalog, source, options, buffers, form.file_name)
     carried, written = with_config(catalog, changes)
@@ -256,7 +261,7 @@ def _unknown_keys(
 
 
 def _in_dtype(
-    tensors: _Tensors, buffers: _Tensors, dtype: str, work: Computations
+    tensors: _Tensors, kept: _Tensors, dtype: str, work: Computations
 ) -> list[PlannedTensor]:
     """The tensors with their parameters in `dtype`; what has it already is copied."""
     stored = stored_dtype(dtype)
@@ -266,17 +271,16 @@ def _in_dtype(
             f"dtype={dtype!r} was asked for, but {coded} holds fp8 codes, whose scales would be "
             f"rounded with it; dequantise the model first, or leave the dtype as it is"
         )
-    kept = {t.pieces for t in buffers}  # formats rename buffers, and leave their bytes whole
+    untouched = {t.pieces for t in kept}  # formats rename them, and leave their bytes whole
     return [
         work.cast(t, stored)
-        if t.dtype in FLOATS and t.dtype != stored and t.pieces not in kept
+        if t.dtype in FLOATS and t.dtype != stored and t.pieces not in untouched
         else t
         for t in tensors
     ]
 
 
-def _of_role(role: str, spec: FamilySpec, memory: _Tensors) -> _Tensors:
-    """The tensors in memory to which the spec gives a role."""
-    names = [name for name, note in spec.tensors.items() if note.role == role]
+def _of_names(names: Iterable[str], memory: _Tensors) -> _Tensors:
+    """The tensors in memory that have one of a spec's names."""
     matcher = Matcher([Side(names=(name,), groups=()) for name in names])
     return tuple(tensor for tensor in memory if matcher.find(tensor.key) is not None)

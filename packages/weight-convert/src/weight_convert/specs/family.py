@@ -113,6 +113,8 @@ class FamilySpec(Record):
         tensors: every tensor in memory, by its name.
         formats: by name; `fused` is always there.
         decoder_config: the entry of `config.json` that describes the decoder, "" for all of it.
+        keep_dtype: parameters that no cast touches, as no load of transformers does; no more does
+            one touch a `buffer`.
     """
 
     model_type: str
@@ -124,6 +126,11 @@ class FamilySpec(Record):
     tensors: Mapping[str, TensorNote]
     formats: Mapping[str, Format]
     decoder_config: str = ""
+    keep_dtype: tuple[str, ...] = ()
+
+    def keeps_dtype(self, name: str) -> bool:
+        """Whether a cast leaves the tensor of this name in memory as it is."""
+        return self.tensors[name].role == "buffer" or name in self.keep_dtype
 
     def config_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What a `config.json` says of the decoder, which may stand in an entry of it."""

@@ -24,7 +24,7 @@ from weight_convert.specs.rules import Rule
 
 _BEHIND = ("layers", "names")
 _FORMAT_TEXTS = ("proof", "order", "files", "file_name", "extends")
-_FAMILY_MORE = ("companions", "decoder_config", "tensors", "formats")
+_FAMILY_MORE = ("companions", "decoder_config", "keep_dtype", "tensors", "formats")
 _FOLDER = Path(__file__).parent / "families"
 
 
@@ -115,7 +115,13 @@ class _Reader:
             tensors={name: self._note(name, text) for name, text in tensors.items()},
             formats=read | {FUSED: _MEMORY},
             decoder_config=self._text(table.get("decoder_config", ""), "decoder_config"),
+            keep_dtype=self._named(table.get("keep_dtype", []), tensors, "keep_dtype"),
         )
+
+    def _named(self, value: Any, tensors: Mapping[str, Any], where: str) -> tuple[str, ...]:
+        names = self._texts(value, where)
+        self._expect(names, lambda found: set(found) <= set(tensors), where, "names of tensors")
+        return names
 
     def _formats(self, tables: Mapping[str, Any]) -> dict[str, Format]:
         formats: dict[str, Format] = {}
