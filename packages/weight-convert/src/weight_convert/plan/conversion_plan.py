@@ -15,7 +15,7 @@ of a layer).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,19 +141,14 @@ def plan_conversion(
     work = Computations(num_sources=len(catalog.files))
     memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
-    roles = {name: note.role for name, note in family.tensors.items()}
-    others, buffers = (
-        _of_names((name for name in roles if roles[name] == role), memory)
-        for role in ("other", "buffer")
-    )
+    others, buffers = (_of_role(role, family, memory) for role in ("other", "buffer"))
     unknown = _unknown_keys(family, (source, to), memory, others, options)
     if form.order == "modules":
         memory = by_modules(memory, family)
     tensors = sorted(as_stored(memory, family, to, work, catalog.config), key=lambda t: t.order)
     changes = standard_config(catalog, family, memory) if _is_foreign(catalog, source) else {}
     if options.dtype is not None:
-        kept = _of_names((name for name in roles if family.keeps_dtype(name)), memory)
-        tensors = _in_dtype(tensors, kept, options.dtype, work)
+        tensors = _in_dtype(tensors, _kept_in_dtype(family, memory), options.dtype, work)
         changes["dtype"] = options.dtype
     frame = _frame(catalog, source, options, buffers, form.file_name)
     carried, written = with_config(catalog, changes)
@@ -280,7 +275,15 @@ def _in_dtype(
     ]
 
 
-def _of_names(names: Iterable[str], memory: _Tensors) -> _Tensors:
-    """The tensors in memory that have one of a spec's names."""
+def _of_role(role: str, spec: FamilySpec, memory: _Tensors) -> _Tensors:
+    """The tensors in memory to which the spec gives a role."""
+    return _of_names([n for n, note in spec.tensors.items() if note.role == role], memory)
+
+
+def _kept_in_dtype(spec: FamilySpec, memory: _Tensors) -> _Tensors:
+    return _of_names([name for name in spec.tensors if spec.keeps_dtype(name)], memory)
+
+
+def _of_names(names: Sequence[str], memory: _Tensors) -> _Tensors:
     matcher = Matcher([Side(names=(name,), groups=()) for name in names])
     return tuple(tensor for tensor in memory if matcher.find(tensor.key) is not None)
