@@ -129,6 +129,36 @@ class Mixed(nn.Module):
         return (self.linear(x) @ self.plain.t()).square().mean()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_split_graphs_that_are_asked_for_other_gradients_add_nothing(seed, transposed):
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    weight.grad = torch.ones_like(weight)
+    x, store = torch.randn(3, WIDTH, requires_grad=True), WeightGradStore(InPlaceAccumulation())
+    with split_backward(store):
+        loss = (x @ (weight.t() if transposed else weight)).sin().sum()
+        (within,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], within)
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    loss.backward()
+    assert not torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_experts_that_want_gradients_in_another_dtype_get_them(seed):
+    config = MoEConfig(
+        hidden_size=WIDTH,
+        moe_intermediate_size=WIDTH,
+        num_experts=2,
+        num_experts_per_tok=1,
+        experts=ExpertsOptions(gradient_accumulation_fusion=True),
+    )
+    layer = MoELayer(config, dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
+    for _ in range(2):
+        layer(torch.randn(5, WIDTH, dtype=torch.bfloat16)).hidden.sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
+
+
 def run(model, batches, *, store_of, deferring, wrap=lambda f, x: f(x)):
     """Gradients of the weights and of the inputs of all batches."""
     inputs = []

@@ -110,11 +110,41 @@ def test_what_cannot_be_deferred_is_computed_at_once(seed):
         lambda: torch.mv(weight, x[0]),
         lambda: torch.baddbmm(batch, x.expand(2, 5, 5), weight.expand(2, 5, 5)),
         lambda: F.linear(x, weight.to(torch.float32).double()),
+        lambda: torch.mm(x.detach().relu().to_sparse(), weight),
     ]
     for function in others:
         expected, got, waiting = halves([x, weight], function)
         assert_close(got, expected, atol=0, rtol=0)
         assert waiting == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_torch(seed):
+    weight, rows = drawn(4, 5), [torch.randn(2, 5), torch.randn(3, 5)]
+
+    def function():
+        nested = torch.nested.nested_tensor(rows, dtype=torch.float64)
+        return torch.nested.to_padded_tensor(F.linear(nested, weight), 0.0)
+
+    assert_same_bits([weight], function, work=0)
+
+
+def test_hooks_on_a_transpose_are_called_and_its_gradient_is_kept(seed):
+    x, weight, kept = drawn(7, 5), drawn(4, 5), []
+
+    def function():
+        transposed = weight.t()
+        transposed.register_hook(lambda grad: 2 * grad)
+        return x @ transposed
+
+    def retained():
+        kept.append(weight.t())
+        kept[-1].retain_grad()
+        return x @ kept[-1]
+
+    assert_same_bits([x, weight], function, work=0)
+    assert_same_bits([x, weight], retained, work=0)
+    assert_close(kept[1].grad, kept[0].grad, atol=0, rtol=0)
 
 
 def test_frozen_weights_make_no_work(seed):

@@ -34,10 +34,12 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.overrides import handle_torch_function, has_torch_function
 
 from moe_pipeline._torch_private import (
     address,
+    has_hooks,
     is_asked_for,
     saved_tensors_hooks_in_force,
     storage_address,
@@ -69,6 +71,7 @@ class _Known(NamedTuple):
 
     leaf: Tensor
     alias: Tensor
+    node: Node  # of the alias
     is_observed: bool
 
 
@@ -207,10 +210,10 @@ class DeferredWeightGrad:
         is_transposed: bool,
         accumulation: InPlaceAccumulation | None,
         work_list: WorkList | None,
-        alias: Tensor | None = None,
+        node: Node,
     ) -> None:
         self.leaf = leaf
-        self.node = None if alias is None else node_of_leaf(alias)
+        self.node = node  # of the alias, held so that it stays the same
         self.is_transposed = is_transposed
         self.accumulation = accumulation
         self.work_list = work_list
@@ -225,7 +228,7 @@ class DeferredWeightGrad:
 
         Nor where a backward asks for the gradients of other tensors alone (`torch.autograd.grad`).
         """
-        if self.accumulation is None or not (self.node is None or is_asked_for(self.node)):
+        if self.accumulation is None or not is_asked_for(self.node):
             return None
         target = self.accumulation.target(self.leaf)
         return target.mT if self.is_transposed and target is not None else target
@@ -256,7 +259,7 @@ class Splitting:
         known = self._known(leaf)
         accumulation = None if known.is_observed else accumulation or work_list.accumulation
         is_transposed = leaf is not weight
-        deferred = DeferredWeightGrad(leaf, is_transposed, accumulation, work_list)
+        deferred = DeferredWeightGrad(leaf, is_transposed, accumulation, work_list, known.node)
         return known.alias.mT if is_transposed else known.alias, deferred
 
     def _known(self, leaf: Tensor) -> _Known:
@@ -265,7 +268,8 @@ class Splitting:
         if known is not None and address(known.alias) == address(leaf):
             return known
         # With the leaf, so that its id stays its own.
-        known = _Known(leaf, _alias_of(leaf), is_observed(leaf))
+        alias = _alias_of(leaf)
+        known = _Known(leaf, alias, node_of_leaf(alias), is_observed(leaf))
         self.work_list.aliases[id(leaf)] = known
         return known
 
@@ -314,7 +318,7 @@ def accumulated(
     if leaf is None or leaf is not weight or is_observed(leaf):
         return weight, None
     alias = _alias_of(leaf)
-    return alias, DeferredWeightGrad(leaf, False, accumulation, None, alias)
+    return alias, DeferredWeightGrad(leaf, False, accumulation, None, node_of_leaf(alias))
 
 
 def defer(
@@ -353,7 +357,7 @@ def _leaf_of(weight: Tensor) -> Tensor | None:
     leaf = getattr(before[0], "variable", None) if len(before) == 1 else None
     if leaf is None or type(leaf) not in PLAIN_TYPES:
         return None
-    if leaf.dim() < 2 or leaf.dtype != weight.dtype:
+    if leaf.dim() < 2 or leaf.dtype != weight.dtype or weight.retains_grad or has_hooks(weight):
         return None
     if address(weight) != address(leaf) or weight.shape != leaf.mT.shape:
         return None

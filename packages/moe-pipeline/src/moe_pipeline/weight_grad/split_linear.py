@@ -112,6 +112,8 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
 def _takes(x: Tensor, weight: Tensor) -> bool:
     return (
         type(x) in PLAIN_TYPES
+        and x.layout == torch.strided
+        and not x.is_nested
         and weight.dim() == 2
         and weight.numel() > 0
         and x.dim() >= 1
