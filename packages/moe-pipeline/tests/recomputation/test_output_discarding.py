@@ -241,6 +241,21 @@ def test_outputs_without_gradient_or_memory_are_left_alone(seed):
         assert not discarded(torch.sin, weight).requires_grad
 
 
+def test_an_output_that_was_changed_in_place_is_saved_as_it_is(x):
+    linear = nn.Linear(8, 8, dtype=torch.float64)
+    x = x.detach().requires_grad_()
+
+    def gradients(call):
+        hidden = call(torch.sin, x)
+        first = hidden.exp()
+        return torch.autograd.grad((linear(hidden.add_(1)) * first).sum(), [x, linear.weight])
+
+    expected = gradients(lambda function, x: function(x))
+    with discard_outputs():
+        found = gradients(discarded)
+    assert_close(found, expected, atol=0, rtol=0)
+
+
 def test_several_outputs_are_refused(x):
     with discard_outputs(), pytest.raises(TypeError, match="one tensor, got tuple"):
         discarded(lambda x: (x, x), x)

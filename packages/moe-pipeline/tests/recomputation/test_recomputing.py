@@ -215,6 +215,22 @@ def test_keyword_arguments_may_have_the_names_of_checkpoints_own(x):
     assert_close(debug.grad, (x * torch.cos(x * 2) * 3).sum())
 
 
+def test_a_tensor_given_by_keyword_that_changes_before_the_backward_is_noticed(x):
+    chooser, h = Chooser(), x * 1
+    out = recompute(chooser, x=h)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+def test_gpu_dropout_of_what_is_given_by_keyword_is_the_same_in_both_forwards():
+    x = torch.rand(64, device="cuda", requires_grad=True)
+    out = recompute(lambda *, x: torch.dropout(x.exp(), 0.5, train=True), x=x)
+    out.sum().backward()
+    assert torch.equal(x.grad == 0, out == 0)
+
+
 def test_dropout_is_the_same_in_both_forwards(x):
     x.requires_grad_()
     out = recompute(lambda x: torch.dropout(x.exp(), 0.5, train=True), x)

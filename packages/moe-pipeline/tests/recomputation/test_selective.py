@@ -237,6 +237,11 @@ def test_mistakes_are_named(x):
             selective_recompute(model, x, keep=[operation])
     with pytest.raises(TypeError, match="give overloads of operations"):
         selective_recompute(model, x, keep=[torch.mm])
+    for keep in (ATEN.mm.default, (each for each in MATRIX_PRODUCTS)):
+        with pytest.raises(TypeError, match="keep must be a Collection of operations"):
+            selective_recompute(model, x, keep=keep)
+    with pytest.raises(TypeError, match=r"choose\['layers.0'\] must be a Callable, got a NoneType"):
+        recompute_modules(model, {"layers.0": None})
 
 
 def test_a_kept_result_that_was_changed_in_place_is_refused(x):

@@ -33,6 +33,7 @@ from moe_pipeline._torch_private import (
     SavedTensorsHooks,
     saved_tensors_hooks_in_force,
     storage_address,
+    version_of,
 )
 from moe_pipeline.errors import MoETypeError
 from moe_pipeline.recomputation.recomputing import recompute
@@ -59,7 +60,7 @@ def discarded(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     """Return `function(*args, **kwargs)`; backward computes it again instead of keeping it.
 
     Worth its time where the function is cheap and its output is used by operations that save it;
-    what else holds the output holds its memory too. Nobody may change the output in place. Not
+    what else holds the output holds its memory too; where it was changed in place it is saved. Not
     collective, unless the function is.
 
     Args:
@@ -75,8 +76,8 @@ def discarded(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     if not isinstance(hooks, _Hooks) or not torch.is_grad_enabled():
         return function(*args, **kwargs)
 
-    def run(*given: Any) -> Tensor:
-        out = function(*given, **kwargs)
+    def run(*given: Any, **named: Any) -> Tensor:
+        out = function(*given, **named)
         if not isinstance(out, Tensor):
             raise MoETypeError(
                 f"discarded needs a function that returns one tensor, got {type(out).__name__}; "
@@ -88,7 +89,7 @@ def discarded(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
             kept.data = out  # gate: late-attribute - a tensor's values, not a field
         return kept
 
-    output = recompute(run, *args)
+    output = recompute(run, *args, **kwargs)
     hooks.mark(output)
     return output
 
@@ -111,11 +112,11 @@ class _SavedInput(torch.autograd.Function):
 class _Output:
     """A discarded output: how to get it again, and its values while somebody will ask again."""
 
-    __slots__ = ("_node", "_num_left", "_value", "dtype", "num_users", "storage")
+    __slots__ = ("_node", "_num_left", "_value", "dtype", "num_users", "storage", "version")
 
     def __init__(self, output: Tensor, node: Any) -> None:
         self.storage: ReferenceType[torch.UntypedStorage] = ref(output.untyped_storage())
-        self.dtype = output.dtype
+        self.dtype, self.version = output.dtype, version_of(output)
         self.num_users = 0
         self._node = node
         self._num_left = 0
@@ -184,4 +185,5 @@ class _Hooks:
         output = self._outputs.get(storage_address(storage))
         if output is None or output.storage() is not storage:  # another one's memory by now
             return None
-        return output if output.dtype == tensor.dtype else None
+        same = (output.dtype, output.version) == (tensor.dtype, version_of(tensor))
+        return output if same else None  # once changed in place it is saved as it then is

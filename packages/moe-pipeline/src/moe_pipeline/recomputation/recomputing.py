@@ -56,7 +56,7 @@ def recompute(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> _Va
         function: makes the same calls in the same order each time that it runs with these
             arguments; may call `recompute` itself.
         args: of the function; tensors among them are kept for the backward.
-        kwargs: of the function.
+        kwargs: of the function, likewise.
     """
     if not callable(function):
         raise MoETypeError(f"recompute needs a function, got a {type(function).__name__}")
@@ -64,12 +64,18 @@ def recompute(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> _Va
     runs = iter([first])
 
     # The tape is put in force here and not by checkpoint, which in torch 2.11 leaves a
-    # context open when the first forward raises. Also, it would take some kwargs for its own.
+    # context open when the first forward raises. Also, it would take some kwargs for its own, and
+    # only of tensors among its args it keeps version and random state of the device.
+    names = tuple(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    tensors = [kwargs.pop(name) for name in names]
+    num_args = len(args)
+
     def run(*given: Any) -> _Value:
         with next(runs, again):
-            return function(*given, **kwargs)
+            named = dict(zip(names, given[num_args:], strict=True))
+            return function(*given[:num_args], **kwargs, **named)
 
-    return checkpoint(run, *args, use_reentrant=False)
+    return checkpoint(run, *args, *tensors, use_reentrant=False)
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tag, Tensor, nn
 
+from moe_pipeline._checks import check_type
 from moe_pipeline._torch_private import (
     GROUPED_MM_OPERATION,
     OpOverload,
@@ -77,17 +78,18 @@ def selective_recompute(
         RuntimeError: in backward, when a kept result was changed in place, or the second forward
             calls a kept operation otherwise than the first.
     """
+    check_type("keep", keep, Collection, hint=" of operations")
     for operation in keep:
         _check_operation(operation)
     # Asked here, as within the recompute its own hooks are in force.
     kept = _KeptResults(frozenset(keep), saved_tensors_hooks_in_force())
     runs = iter([_Keep(kept)])
 
-    def run(*given: Any) -> _Value:
+    def run(*given: Any, **named: Any) -> _Value:
         with next(runs, _Take(kept)):
-            return function(*given, **kwargs)
+            return function(*given, **named)
 
-    return recompute(run, *args)
+    return recompute(run, *args, **kwargs)
 
 
 def recompute_modules(
@@ -108,6 +110,7 @@ def recompute_modules(
     names = dict(module.named_modules())
     chosen: dict[str, Callable[..., Any]] = {}
     for pattern, way in choose.items():
+        check_type(f"choose[{pattern!r}]", way, Callable)  # type: ignore[arg-type]  # a class
         fitting = [name for name in names if name and _fits(name, pattern)]
         if not fitting:
             raise MoEValueError(
