@@ -11,6 +11,16 @@ from moe_pipeline.config import (
 GOOD = dict(hidden_size=8, moe_intermediate_size=4, num_experts=4, num_experts_per_tok=2)
 
 
+@pytest.mark.parametrize("wrong", ["false", None, 0])
+def test_switches_are_bools(wrong):
+    with pytest.raises(TypeError, match="norm_topk_prob must be a bool, got a"):
+        RouterOptions(norm_topk_prob=wrong)
+    with pytest.raises(TypeError, match="has_gate must be a bool, got a"):
+        ExpertsOptions(has_gate=wrong)
+    with pytest.raises(TypeError, match="moe_shared_expert_gate must be a bool, got a"):
+        SharedExpertOptions(moe_shared_expert_intermediate_size=4, moe_shared_expert_gate=wrong)
+
+
 def test_config_keeps_its_values_and_is_frozen():
     config = MoEConfig(**GOOD)
     assert (config.hidden_size, config.experts.experts_implementation) == (8, "auto")

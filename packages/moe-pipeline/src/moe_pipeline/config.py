@@ -7,7 +7,7 @@ Field names are those of transformers' configurations where it has one (`num_exp
     MoEConfig(..., router=RouterOptions(moe_router_score_function="sigmoid", n_group=4))
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from moe_pipeline._checks import check_count, check_finite, check_type
 from moe_pipeline.errors import MoEValueError
@@ -65,6 +65,7 @@ class RouterOptions:
     moe_token_drop_policy: str = "probs"
 
     def __post_init__(self) -> None:
+        _check_flags(self)
         _one_of("moe_router_score_function", self.moe_router_score_function, *SCORE_FUNCTIONS)
         _one_of("moe_router_group_score", self.moe_router_group_score, "max", "top2_sum")
         selections = ("token_choice", "expert_choice", "sinkhorn")
@@ -161,6 +162,7 @@ class ExpertsOptions:
     fp8: bool = False
 
     def __post_init__(self) -> None:
+        _check_flags(self)
         _one_of("hidden_act", self.hidden_act, *ACTIVATIONS)
         _one_of("experts_implementation", self.experts_implementation, *EXPERTS_IMPLEMENTATIONS)
         if self.swiglu_limit is not None:
@@ -192,6 +194,7 @@ class SharedExpertOptions:
     moe_shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
+        _check_flags(self)
         check_count("moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size)
 
 
@@ -269,6 +272,13 @@ class MoEConfig:
                 f"moe_router_group_score='top2_sum' needs groups of at least 2 experts, and "
                 f"n_group={n_group} of num_experts={self.num_experts} have {per_group}"
             )
+
+
+def _check_flags(options: RouterOptions | ExpertsOptions | SharedExpertOptions) -> None:
+    """Refuse what is no bool where one is wanted: the word "false" would be taken for true."""
+    for each in fields(options):
+        if each.type is bool:
+            check_type(each.name, getattr(options, each.name), bool)
 
 
 def _one_of(name: str, value: str, *allowed: str) -> None:

@@ -158,6 +158,15 @@ def test_autocast_takes_the_product_in_its_dtype_and_the_loss_in_fp32(seed):
     assert [grad.dtype for grad in grads] == [torch.float32] * 2
 
 
+def test_autocast_leaves_fp64_alone(seed):
+    arguments = inputs(torch.float64)
+    want = chunked_cross_entropy(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = chunked_cross_entropy(*arguments)
+    assert ours.dtype == torch.float64
+    assert torch.equal(ours, want)
+
+
 def peak_bytes(function):
     """The most bytes that torch's allocator held at one time for what `function` made."""
     cpu = [ProfilerActivity.CPU]
@@ -213,8 +222,12 @@ def test_mistakes_are_named(seed):
         chunked_cross_entropy(hidden.float(), weight, labels)
     with pytest.raises(TypeError, match=r"labels_T must be torch\.int64, got torch\.int32"):
         chunked_cross_entropy(hidden, weight, labels.int())
-    with pytest.raises(ValueError, match="chunk_bytes=0 must be at least 1"):
+    with pytest.raises(ValueError, match="chunk_bytes must be at least 1, got 0"):
         chunked_cross_entropy(hidden, weight, labels, chunk_bytes=0)
+    with pytest.raises(TypeError, match="chunk_bytes must be an int"):
+        chunked_cross_entropy(hidden, weight, labels, chunk_bytes=1e2)
+    with pytest.raises(TypeError, match="ignore_index must be a int, got a NoneType"):
+        chunked_cross_entropy(hidden, weight, labels, ignore_index=None)
 
 
 @pytest.mark.gpu

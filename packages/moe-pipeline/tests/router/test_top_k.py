@@ -253,6 +253,8 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"token_ids_T has shape \(2,\), but there are 3 tokens"):
         router(x, token_ids_T=torch.arange(2))
     router.eval()
+    with pytest.raises(TypeError, match=r"token_ids_T is torch\.float32; give integers"):
+        router(x, token_ids_T=torch.tensor([0.9, 0.1, 0.5]))
     with pytest.raises(TypeError, match=r"int32; convert it to torch\.int64"):
         router(x, topk_idx_TK=torch.zeros(3, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"shape \(2, 2\), but there are 3 tokens"):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_pipeline._checks import check_type
+from moe_pipeline._checks import check_count, check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError
 
 IGNORED_LABEL = -100
@@ -47,7 +47,7 @@ def chunked_cross_entropy(
 
     Args:
         hidden_TD: [T, D] normed hidden states, in the dtype of the head (under autocast both are
-            taken in its dtype). T may be 0.
+            taken in its dtype, unless in fp64). T may be 0.
         weight_VD: [V, D] the head.
         labels_T: int64 [T], each in 0 .. V-1 or `ignore_index`. Others are refused on a CPU and
             trip a device assertion of torch on CUDA.
@@ -65,8 +65,9 @@ def chunked_cross_entropy(
     given = {"hidden_TD": hidden_TD, "weight_VD": weight_VD, "labels_T": labels_T}
     for name, tensor in given.items():
         check_type(name, tensor, Tensor)
-    device_type = hidden_TD.device.type
-    if torch.is_autocast_enabled(device_type):
+    check_type("ignore_index", ignore_index, int)
+    device_type, fp64 = hidden_TD.device.type, torch.float64  # which autocast leaves alone
+    if torch.is_autocast_enabled(device_type) and fp64 not in (hidden_TD.dtype, weight_VD.dtype):
         dtype = torch.get_autocast_dtype(device_type)
         hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
     _check_tensors(hidden_TD, weight_VD, labels_T, chunk_bytes)
@@ -216,8 +217,8 @@ def _check_tensors(
         )
     if labels_T.dtype != torch.int64:
         raise MoETypeError(f"labels_T must be torch.int64, got {labels_T.dtype}; convert them")
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise MoEValueError(f"chunk_bytes={chunk_bytes} must be at least 1, or None")
+    if chunk_bytes is not None:
+        check_count("chunk_bytes", chunk_bytes)
 
 
 def _check_labels(labels_T: Tensor, vocabulary: int, ignore_index: int) -> None:

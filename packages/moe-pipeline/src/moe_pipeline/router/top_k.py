@@ -120,7 +120,7 @@ class TopKRouter(nn.Module):
         Raises:
             ValueError: shapes that do not fit; an expert that the layer does not have; jitter in
                 training without `token_ids_T`.
-            TypeError: choices that are not int64.
+            TypeError: choices that are not int64, or token ids that are no integers.
         """
         self._check(x_TD, topk_idx_TK, token_ids_T)
         options = self.config.router
@@ -219,6 +219,8 @@ class TopKRouter(nn.Module):
                 f"token_ids_T has shape {tuple(token_ids_T.shape)}, but there are {num_tokens} "
                 "tokens; give one number for each"
             )
+        if token_ids_T is not None and token_ids_T.is_floating_point():
+            raise MoETypeError(f"token_ids_T is {token_ids_T.dtype}; give integers")
         if topk_idx_TK is not None:
             _check_choice(topk_idx_TK, num_tokens, self.config.num_experts)
 
