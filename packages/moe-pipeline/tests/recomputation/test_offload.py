@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from moe_pipeline.recomputation.offload import ActivationOffload
@@ -35,6 +36,15 @@ def test_on_a_cpu_nothing_moves_and_nothing_changes(seed):
     assert (offload.offloaded_bytes, offload.total_bytes) == (0, 0)
     loss.backward()
     assert_close(gradients(module, x), expected, atol=0, rtol=0)
+
+
+def test_tensors_without_memory_are_left_alone():
+    with FakeTensorMode():
+        linear = nn.Linear(4, 4)
+        with ActivationOffload(linear.parameters(), min_bytes=1):
+            loss = linear(torch.randn(3, 4)).sum()
+        loss.backward()
+    assert linear.weight.grad.shape == (4, 4)
 
 
 def test_contexts_compose_in_any_depth(seed):

@@ -214,9 +214,13 @@ def test_eval_pre_split_batches_and_keywords_of_a_stage_work_as_in_torch(seed):
             evaluated = []
             with torch.no_grad():
                 if rank == 0:
-                    none = schedule.eval(x)
+                    none = schedule.eval(x, finalize_gradients=False)
+                    schedule.eval(x)
                 else:
                     none = schedule.eval(target=target, losses=evaluated, gain=gain)
+                    named = {"losses": [], "loss_kwargs": {"weight": 3.0}, "return_outputs": False}
+                    assert schedule.eval(target=target, gain=gain, **named) is None
+                    evaluated += named["losses"]
             losses = []
             if rank == 0:
                 schedule.step(arg_mbs=[(c,) for c in x.chunk(4)])

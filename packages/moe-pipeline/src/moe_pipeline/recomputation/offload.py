@@ -30,7 +30,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moe_pipeline._torch_private import saved_tensors_hooks_in_force, version_of
+from moe_pipeline._torch_private import (
+    saved_tensors_hooks_in_force,
+    storage_address,
+    version_of,
+)
 from moe_pipeline.errors import MoEValueError
 
 _MIN_BYTES = 1 << 20
@@ -80,7 +84,7 @@ class ActivationOffload:
         return self._counts.total_bytes
 
     def __enter__(self) -> "ActivationOffload":
-        kept = {p.untyped_storage().data_ptr() for p in self._parameters}
+        kept = {storage_address(p.untyped_storage()) for p in self._parameters}
         hooks = _Hooks(self, kept)
         context = saved_tensors_hooks(hooks.pack, hooks.unpack)
         context.__enter__()
@@ -215,7 +219,7 @@ class _Hooks:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
-        place = storage.data_ptr()
+        place = storage_address(storage)
         if place in self._kept:
             return None
         known, version, offloaded = self._known.get(place, (None, -1, None))

@@ -132,7 +132,6 @@ class PipelineSchedule(metaclass=_ScheduleType):
         Returns:
             On the rank of the last stage its outputs, detached; else None.
         """
-        kwargs.pop("finalize_gradients", None)
         backward = self._loss_fn is not None
         if backward and not torch.is_grad_enabled():
             raise MoEValueError("step runs backward and was called without gradients; call eval")
@@ -155,10 +154,11 @@ class PipelineSchedule(metaclass=_ScheduleType):
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Any:
-        """As `step`, forwards only; without `target` no losses are computed."""
+        """As `step`, its keywords included, forwards only; without `target` there are no losses."""
+        keeps, loss_kwargs = kwargs.pop("return_outputs", True), kwargs.pop("loss_kwargs", None)
         batch = self._split(args, kwargs, target)
         loss_fn = None if batch.targets is None else self._loss_fn
-        state = StepState(loss_fn=loss_fn, loss_kwargs={}, keeps_outputs=True)
+        state = StepState(loss_fn=loss_fn, loss_kwargs=loss_kwargs or {}, keeps_outputs=keeps)
         return self._run(batch, state, losses, with_backward=False)
 
     def _use(self, schedule: Schedule) -> None:
@@ -236,6 +236,7 @@ class PipelineSchedule(metaclass=_ScheduleType):
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         """The batch in microbatches; takes what is split already out of `kwargs`."""
         count = self.schedule.num_microbatches
+        kwargs.pop("finalize_gradients", None)
         pre_split = {name: kwargs.pop(name, None) for name in PRE_SPLIT}
         if any(value is not None for value in pre_split.values()):
             return pre_split_batch(pre_split, count, args or kwargs or target is not None)

@@ -59,3 +59,5 @@ def test_any_number_of_microbatches_and_stages_is_legal(generate, v):
         assert check(generate(p, m, stages_per_rank=v)) == []
     with pytest.raises(ValueError, match="stages_per_rank must be at least 1, got 0"):
         generate(2, 2, stages_per_rank=0)
+    with pytest.raises(TypeError, match="num_microbatches must be an int, got '2'"):
+        generate(2, "2", stages_per_rank=v)

@@ -10,6 +10,8 @@ def test_one_stands_for_all():
 def test_another_number_of_stages_is_refused():
     with pytest.raises(ValueError, match="expected costs of 3 stages, got 2"):
         costs_of_stages([StageCosts()] * 2, 3)
+    with pytest.raises(TypeError, match=r"costs\[1\] must be a StageCosts, got a int"):
+        costs_of_stages([StageCosts(), 1], 2)
 
 
 def test_all_of_an_activation_is_left_to_w_unless_said():

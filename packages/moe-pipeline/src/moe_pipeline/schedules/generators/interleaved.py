@@ -74,10 +74,10 @@ def interleaved_forward_then_backward(
     Raises:
         ValueError: a size below 1.
     """
+    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     # A group must not be shorter than the pipeline, or rank 0 would wait for its own later stage.
     size = max(num_microbatches, num_ranks)
     forwards = _in_turn(num_ranks, size, stages_per_rank)
-    check_sizes(num_microbatches=num_microbatches)
     rows = []
     for rank in range(num_ranks):
         ahead = size * (stages_per_rank - 1) + num_ranks - 1 - rank

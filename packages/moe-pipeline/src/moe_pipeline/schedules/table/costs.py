@@ -66,4 +66,6 @@ def costs_of_stages(
     check_type("costs", costs, StageCosts, Sequence)
     if len(costs) != num_stages:
         raise MoEValueError(f"expected costs of {num_stages} stages, got {len(costs)}")
+    for stage, each in enumerate(costs):
+        check_type(f"costs[{stage}]", each, StageCosts)
     return tuple(costs)
