@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._functorch import maybe_current_level as maybe_current_level
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward

@@ -99,6 +99,13 @@ def test_products_by_any_name_are_split(seed):
     assert_same_bits([batch, weight], lambda: batch @ weight)
 
 
+@pytest.mark.parametrize("shape", [(4,), (1,), (7, 4), (7, 1)])
+def test_biases_of_any_shape_get_their_gradient(seed, shape):
+    x, weight, bias = drawn(7, 5), drawn(4, 5), drawn(*shape)
+    expected, got, _ = halves([x, weight, bias], lambda: F.linear(x, weight, bias))
+    assert_close(got, expected)
+
+
 def test_what_cannot_be_deferred_is_computed_at_once(seed):
     x, weight, batch = drawn(5, 5), drawn(5, 5), drawn(2, 5, 5)
     others = [
@@ -111,6 +118,8 @@ def test_what_cannot_be_deferred_is_computed_at_once(seed):
         lambda: torch.baddbmm(batch, x.expand(2, 5, 5), weight.expand(2, 5, 5)),
         lambda: F.linear(x, weight.to(torch.float32).double()),
         lambda: torch.mm(x.detach().relu().to_sparse(), weight),
+        lambda: torch.func.vmap(lambda row: F.linear(row, weight))(x),
+        lambda: torch.func.grad(lambda x: (x @ weight).sin().sum())(x),
     ]
     for function in others:
         expected, got, waiting = halves([x, weight], function)

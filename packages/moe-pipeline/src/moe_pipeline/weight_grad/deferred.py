@@ -41,6 +41,7 @@ from moe_pipeline._torch_private import (
     address,
     has_hooks,
     is_asked_for,
+    maybe_current_level,
     saved_tensors_hooks_in_force,
     storage_address,
 )
@@ -251,6 +252,8 @@ class Splitting:
     ) -> tuple[Tensor, DeferredWeightGrad | None]:
         """See `deferrable`."""
         work_list, is_grad_enabled = self.work_list, torch.is_grad_enabled()
+        if maybe_current_level() is not None:  # torch.func has gradients of its own
+            return weight, None
         if not is_grad_enabled or saved_tensors_hooks_in_force() is not None:
             work_list.may_repeat = True
         leaf = _leaf_of(weight) if is_grad_enabled else None

@@ -184,7 +184,7 @@ class _SplitLinear(torch.autograd.Function):
         compute: _Compute | None,
     ) -> Tensor:
         ctx.save_for_backward(_MARK, x, weight if ctx.needs_input_grad[0] else None)
-        ctx.call = call
+        ctx.call, ctx.bias_shape = call, None if bias is None else bias.shape
         if compute is not None:
             return compute()
         width = weight.shape[int(call.is_transposed)]
@@ -206,7 +206,7 @@ class _SplitLinear(torch.autograd.Function):
             of_weight = _grad_of_transposed if call.is_transposed else _grad_of_weight
             grad_weight = defer(call.deferred, of_weight, x, grad, can_add=True)
         if needs_bias:
-            grad_bias = grad.sum_to_size(grad.shape[-1:])
+            grad_bias = grad.sum_to_size(ctx.bias_shape)
         return grad_x, grad_weight, grad_bias, None, None
 
 

@@ -17,8 +17,9 @@ if the stage calls `torch.utils.checkpoint` by itself. Take a store for each sta
 What is split: `F.linear` (so `nn.Linear`), `x @ weight`, `torch.mm`, `torch.addmm` and
 `F.grouped_mm` by a weight that is a leaf or its transpose; all experts, shared experts and routers
 of this package; functions that use `moe_pipeline.weight_grad.deferred`. Everything else is computed
-in I: biases, norms, embeddings, convolutions, weights that were computed (`weight.to(...)`), and
-what torch calls from within (`F.multi_head_attention_forward`).
+in I: biases, norms, embeddings, convolutions, weights that were computed (`weight.to(...)`), what
+torch calls from within (`F.multi_head_attention_forward`) and what torch.func transforms. What is
+split can be differentiated once.
 
 Invariant: I and W together do the matrix products of one backward, each once, and leave the
 gradients that it would leave. Until W the store keeps for each product its input and the gradient
