@@ -312,6 +312,8 @@ def test_weights_and_dtypes_that_do_not_fit_are_refused():
     [
         (dict(etp_size=3), "etp axis has 3 ranks but moe_intermediate_size=8; choose a divisor"),
         (dict(etp_size=2, etp_rank=2), r"etp_rank=2 is not in 0\.\.1"),
+        (dict(etp_size=0), "etp_size must be at least 1, got 0"),
+        (dict(num_local_experts=-1), "num_local_experts must be at least 0, got -1"),
     ],
 )
 def test_slices_that_do_not_exist_are_refused(place, words):

@@ -36,6 +36,8 @@ def test_sizes_that_do_not_fit_are_refused():
         fold_experts(range(4), ep_size=3, etp_size=2)
     with pytest.raises(ValueError, match="must be at least 1"):
         fold_experts(range(4), ep_size=0)
+    with pytest.raises(TypeError, match="etp_size must be an int"):
+        fold_experts(range(4), etp_size=2.0)
     with pytest.raises(ValueError, match="a rank twice"):
         fold_experts([0, 1, 1, 2])
 

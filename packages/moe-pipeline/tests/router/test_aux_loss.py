@@ -272,6 +272,8 @@ def test_shares_of_a_global_batch_can_go_backward_one_by_one(seed):
 def test_a_global_batch_without_terms_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         global_batch_loss([], config_for("global_batch"))
+    with pytest.raises(TypeError, match="each term must be a BalanceTerms"):
+        global_batch_loss([None], config_for("global_batch"))
 
 
 @pytest.mark.parametrize("scope", AUX_LOSS_SCOPES)

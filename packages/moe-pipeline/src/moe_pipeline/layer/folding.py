@@ -13,6 +13,7 @@ same on every rank; making the process groups is up to the caller.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_pipeline._checks import check_count
 from moe_pipeline.errors import MoEValueError
 
 
@@ -46,8 +47,8 @@ def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -
         ValueError: the sizes do not divide the number of ranks, a rank comes twice, or the order
             is one that process groups cannot have.
     """
-    if ep_size < 1 or etp_size < 1:
-        raise MoEValueError(f"ep_size={ep_size} and etp_size={etp_size} must be at least 1")
+    check_count("ep_size", ep_size)
+    check_count("etp_size", etp_size)
     if len(set(ranks)) != len(ranks):
         raise MoEValueError(f"ranks={list(ranks)} holds a rank twice; give each once")
     block = ep_size * etp_size

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from moe_pipeline._checks import check_type
+from moe_pipeline._checks import check_count, check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts import ExpertWeights, experts_function, token_experts_function
@@ -61,6 +61,7 @@ class Experts(nn.Module):
         options = config.experts
         _check_options(config, etp_rank, etp_size)
         local = config.num_experts if num_local_experts is None else num_local_experts
+        check_count("num_local_experts", local, 0)
         d, h = config.expert_size, config.moe_intermediate_size // etp_size
         g = 2 * h if options.has_gate else h
 
@@ -143,6 +144,7 @@ class Experts(nn.Module):
 
 def _check_options(config: MoEConfig, etp_rank: int, etp_size: int) -> None:
     h, options = config.moe_intermediate_size, config.experts
+    check_count("etp_size", etp_size)
     if h % etp_size:
         raise MoEValueError(
             f"etp axis has {etp_size} ranks but moe_intermediate_size={h}; choose a divisor of {h}"

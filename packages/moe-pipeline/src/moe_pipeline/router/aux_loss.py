@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm_collectives import all_reduce
+from moe_pipeline._checks import check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.groups import ALONE, MoEGroups
@@ -197,9 +198,12 @@ def global_batch_shares(
 
     Raises:
         ValueError: no terms.
+        TypeError: a term that is none, as under other scopes.
     """
     if not terms:
         raise MoEValueError("no terms: give those of every microbatch of the step, at least one")
+    for term in terms:
+        check_type("each term", term, BalanceTerms, hint=" (of training, scope 'global_batch')")
     if config.losses.router_aux_loss_coef == 0:
         return tuple(term.prob_sum_E.new_zeros(()) for term in terms)
     counts_E = torch.stack([term.counts_E for term in terms]).sum(dim=0)

@@ -31,6 +31,8 @@ def test_csv_of_a_file_is_named_after_it(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(one_f_one_b(2, 2)), encoding="utf-8")
     assert read_csv(path).name == "mine"
+    path.write_text(to_csv(one_f_one_b(2, 2)), encoding="utf-8-sig")  # as spreadsheets do
+    assert read_csv(path).ranks == one_f_one_b(2, 2).ranks
 
 
 def test_idle_cells_and_blank_lines_at_the_end_are_skipped():

@@ -66,7 +66,7 @@ def from_csv(text: str, *, name: str = "csv", copies: int = 1) -> Schedule:
 def read_csv(path: Path | str, *, copies: int = 1) -> Schedule:
     """`from_csv` of a file; the schedule is named after it."""
     path = Path(path)
-    return from_csv(path.read_text(encoding="utf-8"), name=path.stem, copies=copies)
+    return from_csv(path.read_text(encoding="utf-8-sig"), name=path.stem, copies=copies)
 
 
 def _cells(line: str, row: int, paired: set[Action]) -> Iterator[Action]:
