@@ -119,8 +119,8 @@ class InPlaceAccumulation:
         if leaf.grad is not None:
             grad = open_grad(leaf)
             return None if grad is None else GradTarget(grad, True)
-        wants_own_dtype = leaf.grad_dtype in (None, leaf.dtype)  # what autograd casts to
-        if not (self._keeps_memory and leaf.requires_grad and wants_own_dtype):
+        trained = leaf.requires_grad and leaf.grad_dtype in (None, leaf.dtype)
+        if not (self._keeps_memory and trained):
             return None
         owner, kept = self._kept.get(id(leaf), (None, None))
         if kept is None or owner is None or owner() is not leaf or not _is_like(kept, leaf):

@@ -251,9 +251,8 @@ class Splitting:
         self, weight: Tensor, accumulation: InPlaceAccumulation | None = None
     ) -> tuple[Tensor, DeferredWeightGrad | None]:
         """See `deferrable`."""
-        work_list, is_grad_enabled = self.work_list, torch.is_grad_enabled()
-        if maybe_current_level() is not None:  # torch.func has gradients of its own
-            return weight, None
+        work_list = self.work_list
+        is_grad_enabled = torch.is_grad_enabled() and maybe_current_level() is None
         if not is_grad_enabled or saved_tensors_hooks_in_force() is not None:
             work_list.may_repeat = True
         leaf = _leaf_of(weight) if is_grad_enabled else None
