@@ -65,6 +65,31 @@ def test_experts_see_the_same_rows_on_every_route(dtype: torch.dtype) -> None:
     run_ranks(fn, 4)
 
 
+@pytest.mark.parametrize(("weights", "bits"), [(torch.float16, 0x7C7A), (torch.bfloat16, 0x7F91)])
+def test_rows_keep_their_bits_beside_weights_of_16_bits(weights: torch.dtype, bits: int) -> None:
+    """Half of each element is a NaN where the memory of the rows is seen as that of the weights."""
+
+    def fn(rank: int, world_size: int) -> None:
+        numbers = torch.full((7, _D), 0x3F80_0000 + bits, dtype=torch.int32).view(torch.float32)
+        idx = torch.randint(_E, (7, _K))
+        for route in _ROUTES:
+            x = numbers.clone().requires_grad_()
+            sent = cc.dispatch(
+                x,
+                idx,
+                torch.ones(7, _K, dtype=weights),
+                num_experts=_E,
+                group=dist.group.WORLD,
+                options=MoeOptions(**route),
+            )
+            assert (sent.x == numbers[0]).all(), route
+            sent.x.backward(numbers[0].expand(sent.x.shape))
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, _K * numbers, rtol=1e-7, atol=0)
+
+    run_ranks(fn, 4)
+
+
 @pytest.mark.parametrize("payload", _PAYLOADS)
 def test_rows_are_rounded_once_on_every_route(payload: Any) -> None:
     """Bit for bit what the codec makes of them: forwarded rows are not rounded again."""

@@ -233,10 +233,11 @@ class Hop:
         source, leaving = known(self.source), self._side(form)
         index_U = source.item_U if at is None else at.index_select(0, source.item_U)
         rows = lease.take((sum(leaving.rows_P), form.wire_columns), sent[0].dtype)
-        # Columns beyond those of a row are left alone.
+        # Columns beyond those of a row are left alone. No scatter_ of weights: on CPUs it takes all
+        # 16-bit floats there through float32, in which the bits of those that are NaN change.
         torch.index_select(sent[0], 0, leaving.places(index_U), out=rows[:, : form.columns])
         for weight in sent[1:]:
-            rows.view(-1).view(weight.dtype).scatter_(0, leaving.weight_N, weight)
+            rows.view(-1).view(weight.dtype).index_copy_(0, leaving.weight_N, weight)
         if source.row_N is not None and leaving.number_N is not None:
             rows.view(-1).view(torch.int32).scatter_(0, leaving.number_N, source.row_N)
         got = leg.exchange(rows, self._by_rank(leaving), lambda: self._coming(form), lease)
@@ -269,7 +270,7 @@ class Hop:
             rows = filled
         for weight in sent[1:]:
             weight_N = weight.index_select(0, local_N)
-            rows.view(-1).view(weight.dtype).scatter_(0, leaving.weight_N, weight_N)
+            rows.view(-1).view(weight.dtype).index_copy_(0, leaving.weight_N, weight_N)
         came = self._side(form)
         got = leg.exchange(rows, self._by_rank(leaving), lambda: self._by_rank(came), lease)
         y_XD = returned.at(came.row_U).sum(form.decode(got[:, : form.columns]))
