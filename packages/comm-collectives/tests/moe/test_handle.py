@@ -169,6 +169,7 @@ _OTHER: dict[str, tuple[Any, str]] = {
         lambda x, i, w: {"topk_idx": i.masked_fill(i == i.max(), -1)},
         "other choices",
     ),
+    "no choice at all": (lambda x, i, w: {"topk_idx": i.masked_fill(i == -1, -2)}, "other choices"),
     "choices per token": (
         lambda x, i, w: {"topk_idx": i[:, :2], "topk_weights": w[:, :2]},
         "other choices",
@@ -213,4 +214,19 @@ def test_reuse_on_one_rank_alone_is_a_mismatch() -> None:
 
     outcomes = collect_ranks(fn, 2, timeout_s=20)
     assert [o.error_type for o in outcomes] == ["MismatchError"] * 2
-    assert all("reuse given" in str(o.error) for o in outcomes)
+    assert all("reused dispatch call differs" in str(o.error) for o in outcomes)
+
+
+def test_reuse_of_different_dispatches_is_a_mismatch() -> None:
+    """Rank 0 chose alike in both, and as many rows come to each rank: no size tells them apart."""
+
+    def fn(rank: int, world_size: int) -> None:
+        x, group = torch.ones(2, 3), dist.group.WORLD
+        choices = [torch.tensor([[rank * i], [2]]) for i in range(2)]
+        sent = [cc.dispatch(x, i, x[:, :1], num_experts=4, group=group) for i in choices]
+        options = MoeOptions(reuse=sent[rank].handle, timeout_s=10)
+        cc.dispatch(x, choices[1], x[:, :1], num_experts=4, group=group, options=options)
+
+    outcomes = collect_ranks(fn, 2, timeout_s=20)
+    assert [o.error_type for o in outcomes] == ["MismatchError"] * 2
+    assert all("reused dispatch call differs" in str(o.error) for o in outcomes)

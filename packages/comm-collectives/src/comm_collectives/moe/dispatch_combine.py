@@ -207,8 +207,8 @@ def _dispatch(
         if isinstance(options.backend, DeepEpBackend) and state is not None:
             options.backend.check(x, topk_idx, topk_weights, group=spec.group)
         choices, routing = spec.route(layout, topk_idx)
-        given = Argument("reuse given", int(options.reuse is not None))
-        checks.arguments = (*layout[:-1], given)
+        reused = Argument("reused dispatch call", options.reuse.number if options.reuse else 0)
+        checks.arguments = (*layout[:-1], reused)
     call = _begin(checks, state, "dispatch", options.timeout_s)
     teaches = routing if options.reuse is None else None
     wants = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)

@@ -43,7 +43,7 @@ class MoeOptions:
             is the group's own limit.
         reuse: the handle of an earlier dispatch of the same choices, with the same options, such as
             the one that an activation recompute repeats: the counts are not exchanged again. Every
-            rank reuses, or none. Holding a handle keeps the graph of its dispatch alive.
+            rank reuses the same dispatch, or none. Holding a handle keeps its graph alive.
 
     Raises:
         ValueError: a field is out of its range, or fits no other.

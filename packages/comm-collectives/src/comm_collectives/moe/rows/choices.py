@@ -87,7 +87,7 @@ class SortedChoices:
         expert_N = torch.arange(len(self.counts_E), device=device).repeat_interleave(counts)
         if not torch.equal(flat.index_select(0, self.order_N), expert_N):
             return False
-        return self._is_whole or int((flat >= 0).sum()) == self.order_N.numel()
+        return self._is_whole or int((flat != -1).sum()) == self.order_N.numel()
 
     @property
     def _is_whole(self) -> bool:
