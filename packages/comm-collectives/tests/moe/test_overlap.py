@@ -130,6 +130,24 @@ def test_experts_that_raise_on_one_rank_alone_raise_that() -> None:
         OverlappedMoe(num_experts=_EXPERTS)(*_tokens(0, 8), experts)
 
 
+@pytest.mark.parametrize("x", [torch.ones(()), [[1.0]], None])
+def test_tokens_of_one_rank_that_cannot_be_cut_are_refused_on_every_rank(x: Any) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        tokens, idx, weights = _tokens(rank, 3)
+        moe = OverlappedMoe(num_experts=_EXPERTS, group=dist.group.WORLD)
+        with pytest.raises((ValueError, TypeError), match="refused: rank 1: x "):
+            moe(x if rank == 1 else tokens, idx, weights, lambda sent: sent.x)
+        assert cc.all_reduce(torch.ones(1)).item() == world_size
+
+    run_ranks(fn, 2)
+
+
+def test_options_of_another_type_are_refused() -> None:
+    moe = OverlappedMoe(num_experts=_EXPERTS, options=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="options is a NoneType; give MoeOptions"):
+        moe(*_tokens(0, 3), lambda sent: sent.x)
+
+
 def test_mistakes_are_refused_when_made() -> None:
     with pytest.raises(TypeError, match=r"num_chunks=2.0 is a float; give an integer"):
         OverlappedMoe(num_experts=2, group=None, num_chunks=2.0)  # type: ignore[arg-type]

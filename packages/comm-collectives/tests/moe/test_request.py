@@ -75,6 +75,7 @@ def test_quantised_gradients_on_one_rank_alone_are_a_mismatch() -> None:
         ({"expert_alignment": 0}, "RefusedError", "expert_alignment=0 must be at least 1"),
         ({"expert_alignment": 2.0}, "RefusedTypeError", "expert_alignment=2.0 is a float; give an"),
         ({"num_experts": 4.0}, "RefusedTypeError", "num_experts=4.0 is a float; give an int"),
+        ({"options": None}, "RefusedTypeError", "options is a NoneType; give MoeOptions"),
     ],
 )
 def test_wrong_arguments_of_one_rank_end_the_call_on_every_rank(
@@ -111,3 +112,14 @@ def test_rows_missing_on_one_rank_end_combine_on_every_rank() -> None:
     outcomes = collect_ranks(fn, 2, timeout_s=20)
     assert [o.error_type for o in outcomes] == ["RefusedError"] * 2
     assert all("rank 1: y has shape" in str(o.error) for o in outcomes)
+
+
+def test_counts_of_rows_are_plain_integers_whatever_the_alignment_is() -> None:
+    sent = cc.dispatch(
+        torch.ones(2, 3),
+        torch.tensor([[0], [1]]),
+        torch.ones(2, 1),
+        num_experts=2,
+        expert_alignment=torch.tensor(4),  # type: ignore[arg-type]
+    )
+    assert [(type(n), n) for n in sent.num_tokens_per_expert] == [(int, 4)] * 2

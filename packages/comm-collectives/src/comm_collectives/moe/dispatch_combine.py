@@ -209,7 +209,7 @@ def _dispatch(
         choices, routing = spec.route(layout, topk_idx)
         reused = Argument("reused dispatch call", options.reuse.number if options.reuse else 0)
         checks.arguments = (*layout[:-1], reused)
-    call = _begin(checks, state, "dispatch", options.timeout_s)
+    call = _begin(checks, state, "dispatch", getattr(options, "timeout_s", None))
     teaches = routing if options.reuse is None else None
     wants = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
     flags = Status.WANTS_GRAD if wants else 0

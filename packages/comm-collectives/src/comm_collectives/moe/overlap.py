@@ -8,7 +8,7 @@ calls in the same order, whatever its number of tokens.
     out = overlapped(x, topk_idx, topk_weights, experts)      # experts(Dispatched) -> rows
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,7 +49,7 @@ class OverlappedMoe:
         check_integer(self.num_chunks, "num_chunks")
         if self.num_chunks < 1:
             raise CommValueError(f"num_chunks={self.num_chunks} must be at least 1")
-        if self.options.reuse is not None:
+        if getattr(self.options, "reuse", None) is not None:
             raise CommValueError("options.reuse is of one dispatch, here are several; leave it out")
 
     def __call__(
@@ -72,7 +72,7 @@ class OverlappedMoe:
             RefusedError: the experts raised on a rank (on every rank).
             As dispatch and combine.
         """
-        pieces = [t.tensor_split(self.num_chunks) for t in (x, topk_idx, topk_weights)]
+        pieces = [_in_chunks(t, self.num_chunks) for t in (x, topk_idx, topk_weights)]
         chunks = list(zip(*pieces, strict=True))
         start = partial(
             dispatch_async,
@@ -97,3 +97,9 @@ class OverlappedMoe:
             else:
                 returning.append(refuse_combine(sent.handle, failed.error))
         return torch.cat([handle.wait() for handle in returning])
+
+
+def _in_chunks(t: torch.Tensor, num_chunks: int) -> Sequence[torch.Tensor]:
+    """Cut tokens; what cannot be cut goes whole into each chunk, whose dispatch refuses it."""
+    can_be_cut = isinstance(t, torch.Tensor) and t.dim() > 0
+    return t.tensor_split(num_chunks) if can_be_cut else [t] * num_chunks

@@ -103,7 +103,7 @@ class DispatchSpec:
         Raises:
             ValueError: a choice is no expert, or `reuse` is of another dispatch.
         """
-        options, state, alignment = self.options, self.state, self.alignment
+        options, state, alignment = self.options, self.state, int(self.alignment)
         if options.reuse is not None:
             options.reuse.check_reused(layout, state, topk_idx)
             return options.reuse.choices, options.reuse.routing
@@ -119,6 +119,8 @@ class DispatchSpec:
         return choices, RankRouting(choices, state, alignment, shares_rows=shares_rows)
 
     def _check_numbers(self) -> None:
+        if not isinstance(self.options, MoeOptions):
+            raise CommTypeError(f"options is a {type(self.options).__name__}; give MoeOptions(...)")
         check_integer(self.num_experts, "num_experts")
         check_integer(self.alignment, "expert_alignment")
         if self.num_experts < 1:
