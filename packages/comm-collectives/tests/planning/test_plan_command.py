@@ -60,6 +60,8 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nodes", "0"], "nodes=0 must be at least 1"),
         (["--hidden", "-1"], "hidden_size=-1 must be at least 1"),
         (["--tokens", "0"], "tokens_per_rank=0 must be at least 1"),
+        (["--tokens", "9" * 400], "too large"),
+        (["--hidden", "9" * 400], "too large"),
     ],
 )
 def test_impossible_numbers_end_with_status_two(

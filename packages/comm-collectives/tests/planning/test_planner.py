@@ -3,6 +3,7 @@
 import random
 from dataclasses import asdict, replace
 from math import comb
+from typing import Any
 
 import pytest
 
@@ -216,8 +217,15 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     topology = topology_preset("h100-nccl", nodes=8, gpus_per_node=8)
     with pytest.raises(ValueError, match="num_experts=250 cannot be shared evenly by ranks=64"):
         plan_dispatch(replace(V3, num_experts=250), topology)
-    with pytest.raises(ValueError, match="payloads is empty"):
-        plan_dispatch(V3, topology, payloads=())
+    unknown: Any
+    for unknown in ((), "full", ("full", "fp8")):
+        with pytest.raises(ValueError, match=r"payloads=.* give a list of some of"):
+            plan_dispatch(V3, topology, payloads=unknown)
+    unknown = "deduplicated"
+    with pytest.raises(ValueError, match="route='deduplicated' is unknown"):
+        bytes_for_routing(
+            [[]], V3.row_format("full"), num_experts=1, ranks_per_node=1, route=unknown
+        )
     other: RoutingCounts = count_routing([[], []], num_experts=256, ranks_per_node=2)
     with pytest.raises(ValueError, match="counts are of 2 ranks, 2 per node, but the topology"):
         plan_dispatch(V3, topology, counts=other)

@@ -1,7 +1,9 @@
 """Workloads: known shares of uniform routing, and its counts against random routings."""
 
+import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -65,3 +67,8 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         replace(V3, tokens_per_rank=0)
     with pytest.raises(ValueError, match="nodes_per_token=-1 must be at least 0"):
         replace(V3, nodes_per_token=-1)
+    wrong: Any
+    for wrong in (math.nan, 2.5, "8", None):
+        for name in ("num_experts", "topk", "hidden_size", "tokens_per_rank", "nodes_per_token"):
+            with pytest.raises(TypeError, match=rf"{name}=.*; give an integer"):
+                replace(V3, **{name: wrong})

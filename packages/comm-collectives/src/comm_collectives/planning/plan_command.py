@@ -58,7 +58,7 @@ def run_plan(args: argparse.Namespace) -> int:
             args.topology, nodes=args.nodes, gpus_per_node=args.gpus_per_node
         )
         plan = plan_dispatch(workload, topology, payloads=_PAYLOADS[args.payload])
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         print(f"comm-collectives plan: {error}", file=sys.stderr)
         return 2
     print(plan_to_json(plan) if args.json else format_plan(plan))

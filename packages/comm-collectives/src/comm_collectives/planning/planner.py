@@ -140,11 +140,12 @@ def plan_dispatch(
 
     Raises:
         ValueError: the ranks do not divide the experts, the choices do not fit into the allowed
-            nodes, the counts are those of other ranks, or no payload is allowed.
+            nodes, the counts are those of other ranks, or `payloads` has none or an unknown one.
     """
     check_divides("num_experts", workload.num_experts, "ranks", topology.num_ranks)
-    if not payloads:
-        raise CommValueError("payloads is empty; allow 'full', 'float8_e4m3' or both")
+    allowed = (*get_args(Payload), "int8")
+    if not payloads or isinstance(payloads, str) or not set(payloads) <= set(allowed):
+        raise CommValueError(f"payloads={payloads!r}; give a list of some of {allowed}")
     size, per_node = topology.num_ranks, topology.gpus_per_node
     if counts is not None and (counts.num_ranks, counts.ranks_per_node) != (size, per_node):
         raise CommValueError(
@@ -180,15 +181,18 @@ def bytes_for_routing(
     """Return for each movement its exchanges with the bytes from each rank to each rank.
 
     Args:
-        topk_idx_WTK: for each rank, for each of its tokens, the chosen experts (`tolist()`).
+        topk_idx_WTK: for each rank, for each of its tokens, the chosen experts (`tolist()`), -1 for
+            none.
         row_format: of dispatch; combine travels in full, and so do the backwards unless
             `quantize_backward`.
         num_experts: experts of all ranks.
         ranks_per_node: consecutive ranks that form a node; only `hierarchical` depends on it.
 
     Raises:
-        ValueError: see `count_routing`.
+        ValueError: the route is unknown; see `count_routing`.
     """
+    if route not in ROUTES:
+        raise CommValueError(f"route={route!r} is unknown; choose of {ROUTES}")
     counts = count_routing(topk_idx_WTK, num_experts=num_experts, ranks_per_node=ranks_per_node)
     return {
         m: wire_stages(counts, route, m, row_format.during(m, quantize_backward=quantize_backward))

@@ -13,7 +13,7 @@ from functools import partial
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.cost_model import CostCurve
-from comm_collectives.planning.wire import check_positive
+from comm_collectives.planning.wire import check_sizes
 from comm_collectives.planning.wire_bytes import check_divides
 
 
@@ -64,7 +64,7 @@ class Topology:
     streams_stages: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "nodes", "gpus_per_node")
+        check_sizes(self, "nodes", "gpus_per_node")
         if self.nics_per_node:
             check_divides("gpus_per_node", self.gpus_per_node, "nics_per_node", self.nics_per_node)
 

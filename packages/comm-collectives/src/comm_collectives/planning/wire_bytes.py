@@ -52,7 +52,8 @@ def count_routing(
 ) -> RoutingCounts:
     """Count a routing: for each rank, for each of its tokens, the chosen experts.
 
-    Rank r holds experts r * E / W up to (r + 1) * E / W. A token may choose an expert twice.
+    Rank r holds experts r * E / W up to (r + 1) * E / W. A token may choose an expert twice, and -1
+    is no expert.
 
     Raises:
         ValueError: the ranks divide neither the experts nor into nodes, or an expert is unknown.
@@ -66,12 +67,12 @@ def count_routing(
     tokens_WM = [[0] * num_nodes for _ in range(num_ranks)]
     for source, topk_idx_TK in enumerate(topk_idx_WTK):
         for experts in topk_idx_TK:
-            if any(not 0 <= e < num_experts for e in experts):
+            if any(not -1 <= e < num_experts for e in experts):
                 raise CommValueError(
                     f"rank {source} has a token with choices {list(experts)}; every choice must "
-                    f"be an expert in 0..{num_experts - 1}"
+                    f"be an expert in 0..{num_experts - 1}, or -1 for none"
                 )
-            ranks = [e // num_local for e in experts]
+            ranks = [e // num_local for e in experts if e >= 0]
             for rank in ranks:
                 choices_WW[source][rank] += 1
             for rank in set(ranks):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
-from comm_collectives.planning.wire import RowFormat, check_positive
+from comm_collectives.planning.wire import RowFormat, check_sizes
 from comm_collectives.planning.wire_bytes import check_divides
 
 Payload = Literal["full", "float8_e4m3"]  # int8 has the same bytes
@@ -25,6 +25,7 @@ class Workload:
 
     Raises:
         ValueError: sizes below 1, more choices than experts, or an unknown dtype.
+        TypeError: a size is no integer.
     """
 
     num_experts: int
@@ -36,14 +37,13 @@ class Workload:
     nodes_per_token: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_experts", "topk", "hidden_size", "tokens_per_rank")
+        check_sizes(self, "num_experts", "topk", "hidden_size", "tokens_per_rank")
         if self.topk > self.num_experts:
             raise CommValueError(
                 f"topk={self.topk} but num_experts={self.num_experts}; a token cannot choose more "
                 "experts than there are"
             )
-        if self.nodes_per_token < 0:
-            raise CommValueError(f"nodes_per_token={self.nodes_per_token} must be at least 0")
+        check_sizes(self, "nodes_per_token", least=0)
         for name in ("dtype", "weight_dtype"):
             if getattr(self, name) not in ITEMSIZES:
                 raise CommValueError(

@@ -11,5 +11,5 @@ from comm_collectives.planning.wire.wire_format import SCALE_BYTES as SCALE_BYTE
 from comm_collectives.planning.wire.wire_format import Movement as Movement
 from comm_collectives.planning.wire.wire_format import Route as Route
 from comm_collectives.planning.wire.wire_format import RowFormat as RowFormat
-from comm_collectives.planning.wire.wire_format import check_positive as check_positive
+from comm_collectives.planning.wire.wire_format import check_sizes as check_sizes
 from comm_collectives.planning.wire.wire_format import message_bytes as message_bytes

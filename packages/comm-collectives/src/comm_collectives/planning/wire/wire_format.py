@@ -20,7 +20,7 @@ Counts travel beforehand, and what a rank keeps is no message; matrices show it 
 from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
-from comm_collectives.errors import CommValueError
+from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.units import round_up
 
 Route = Literal["flat", "dedup", "hierarchical"]
@@ -35,11 +35,14 @@ INDEX_BYTES = 4  # int32
 _CARRIES_WEIGHTS = ("dispatch", "dispatch_backward")
 
 
-def check_positive(sizes: object, *names: str) -> None:
-    """Raise CommValueError if an attribute of one of these names is below 1."""
+def check_sizes(sizes: object, *names: str, least: int = 1) -> None:
+    """Raise CommTypeError for an attribute that is no integer, CommValueError below `least`."""
     for name in names:
-        if getattr(sizes, name) < 1:
-            raise CommValueError(f"{name}={getattr(sizes, name)} must be at least 1")
+        size = getattr(sizes, name)
+        if not hasattr(size, "__index__"):
+            raise CommTypeError(f"{name}={size!r} is a {type(size).__name__}; give an integer")
+        if size < least:
+            raise CommValueError(f"{name}={size} must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class RowFormat:
     one fp32 scale per block of 128. `weight_itemsize` is that of a routing weight.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError, TypeError: a size below 1, or that is no integer.
     """
 
     hidden_size: int
@@ -59,7 +62,7 @@ class RowFormat:
     block_scaled: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "hidden_size", "itemsize", "weight_itemsize")
+        check_sizes(self, "hidden_size", "itemsize", "weight_itemsize")
 
     @property
     def bare_row_bytes(self) -> int:
