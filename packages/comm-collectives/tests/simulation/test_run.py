@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from comm_collectives.errors import CollectiveTimeoutError, LostGradientWarning,
 from comm_collectives.simulation import run as simulation
 from comm_collectives.simulation.faults.schedule import (
     Delay,
+    Fault,
     FaultSchedule,
     Kill,
     Reorder,
     Skip,
+    Truncate,
     ZeroTokens,
 )
 from comm_collectives.simulation.run import SimRank, SimulationResult, simulate
@@ -300,6 +303,24 @@ def test_numbers_are_checked() -> None:
         simulate(_one(), 0)
     with pytest.raises(ValueError, match="limit_s=0"):
         simulate(_one(), 2, limit_s=0)
+    wrong: dict[str, Any]
+    for wrong in ({"faults": [Skip(rank=0, call=0)]}, {"agreement": 3}, {"limit_s": None}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))} is a"):
+            simulate(_one(), 2, **wrong)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Kill(rank=2, call=0),
+        Kill(rank=-1, call=0),
+        Skip(rank=0, call=1),
+        Truncate(rank=0, call=0, peer=2),
+    ],
+)
+def test_faults_that_would_strike_nobody_are_refused(fault: Fault) -> None:
+    with pytest.raises(ValueError, match="strikes nobody: there are 2 ranks and 1 calls"):
+        simulate(lambda rank: None, 2, faults=FaultSchedule((fault,)))
 
 
 @pytest.mark.parametrize("every", [1, 3, 64])

@@ -21,7 +21,7 @@ from typing import Literal, final
 
 from comm_collectives.call.agreement import AgreementPolicy
 from comm_collectives.call.handles import Caught
-from comm_collectives.errors import CommTypeError
+from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.simulation.faults import FaultSchedule, ZeroTokens
 from comm_collectives.simulation.group import SimGroup
 from comm_collectives.simulation.scheduler import (
@@ -128,7 +128,9 @@ def simulate(
         agreement: when ranks compare their calls; None is the package's default.
 
     Raises:
-        ValueError: there are no ranks, or the limit is not positive.
+        ValueError: there are no ranks, the limit is not positive, or a fault is of a rank or call
+            that there is not.
+        TypeError: an argument is of another type.
         SimulationStuckError: a rank blocks outside of this package's calls.
     """
     if not (callable(program) or isinstance(program, Sequence)):
@@ -151,6 +153,13 @@ def simulate(
 def run_in(setting: Setting, program: Sequence[Step] | Step, threads: Threads) -> SimulationResult:
     """As `simulate`, with threads that are used again."""
     steps = [program] if callable(program) else list(program)
+    size = setting.num_ranks
+    for fault in setting.faults.faults:
+        ranks = {fault.rank, getattr(fault, "peer", 0)}
+        if not (ranks <= set(range(size)) and 0 <= fault.call < len(steps)):
+            raise CommValueError(
+                f"{fault} strikes nobody: there are {size} ranks and {len(steps)} calls, from 0"
+            )
     scheduler = Scheduler(seed=setting.seed, threads=threads)
     world = World(scheduler, setting)
     lives = [_Life(world, rank, steps) for rank in range(setting.num_ranks)]

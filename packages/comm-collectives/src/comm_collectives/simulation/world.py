@@ -7,12 +7,13 @@ post = world.operate(rank=3)       # a transport operation of this call begins
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, final
 
 from comm_collectives._torch_private import HashStore
 from comm_collectives.call.agreement import AgreementPolicy
 from comm_collectives.call.groups import check_integer
-from comm_collectives.errors import CommValueError
+from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.simulation.faults import Delay, FaultSchedule, Kill, Truncate
 from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
 
@@ -57,6 +58,11 @@ class Setting:
 
     def __post_init__(self) -> None:
         check_integer(self.num_ranks, "num_ranks")
+        kinds = (("faults", FaultSchedule), ("agreement", AgreementPolicy), ("limit_s", Real))
+        for name, kind in kinds:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise CommTypeError(f"{name} is a {type(value).__name__}; give a {kind.__name__}")
         if self.num_ranks < 1 or not self.limit_s > 0:
             raise CommValueError(
                 f"num_ranks={self.num_ranks}, limit_s={self.limit_s}; give at least one rank and a "

@@ -1,6 +1,8 @@
 """Schedules of faults are data: printable, repeatable, applied where they say."""
 
+import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,16 @@ def test_schedules_can_be_taken_apart() -> None:
 def test_schedules_need_ranks_and_calls(num_ranks: int, num_calls: int) -> None:
     with pytest.raises(ValueError, match="give at least 2 ranks and 1 call"):
         FaultSchedule.random(1, num_ranks, num_calls)
+
+
+def test_schedules_hold_faults_and_delays_are_times() -> None:
+    wrong: Any
+    for wrong in (Kill(rank=0, call=0), (3,), None):
+        with pytest.raises(TypeError, match="give a tuple of Kill"):
+            FaultSchedule(wrong)
+    for delay_s in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"delay_s=.* must be at least 0"):
+            Delay(rank=0, call=0, delay_s=delay_s)
 
 
 def _long(rank: SimRank) -> torch.Tensor:

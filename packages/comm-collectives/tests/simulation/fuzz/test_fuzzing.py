@@ -41,6 +41,13 @@ def test_same_seed_gives_the_same_trial() -> None:
     assert first.num_ranks == second.num_ranks
 
 
+def test_any_integer_is_a_seed_and_nothing_else() -> None:
+    for seed in (2**70, -(2**70)):
+        assert fuzz(1, seed=seed, ranks=(2, 4)).num_right == 1
+    with pytest.raises(TypeError, match=r"seed=1\.5 is a float; give an integer"):
+        fuzz(1, seed=1.5)  # type: ignore[arg-type]
+
+
 def _canary(ranks: tuple[int, int] = (4, 12)) -> FuzzReport:
     """Fuzz a package that somebody has broken."""
     return fuzz(400, seed=1, ranks=ranks, max_violations=1)

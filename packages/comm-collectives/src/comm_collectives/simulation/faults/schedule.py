@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import final
 
-from comm_collectives.errors import CommValueError
+from comm_collectives.errors import CommTypeError, CommValueError
 
 _MAX_FAULTS = 4
 _MAX_OPERATION = 4
@@ -38,6 +38,10 @@ class Delay(Fault):
 
     operation: int = 0
     delay_s: float
+
+    def __post_init__(self) -> None:
+        if not self.delay_s >= 0:
+            raise CommValueError(f"delay_s={self.delay_s} must be at least 0")
 
 
 @final
@@ -88,6 +92,11 @@ class FaultSchedule:
     """The faults of one run; empty means that all goes well."""
 
     faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        faults = self.faults if isinstance(self.faults, tuple | list) else (None,)
+        if not all(isinstance(fault, Fault) for fault in faults):
+            raise CommTypeError(f"faults={self.faults!r}; give a tuple of Kill, Delay and others")
 
     @staticmethod
     def random(seed: int, num_ranks: int, num_calls: int) -> "FaultSchedule":

@@ -50,7 +50,7 @@ class Draw:
         self.chance = Random(seed)
         self.size, self.is_calm = size, is_calm
         self.has_tokens = torch.tensor(has_tokens)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed % 2**64)
 
     def numbers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Integers in low..high - 1."""

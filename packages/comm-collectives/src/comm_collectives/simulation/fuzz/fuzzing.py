@@ -26,6 +26,7 @@ from typing import final
 import torch
 
 from comm_collectives.call.agreement import AgreementPolicy
+from comm_collectives.call.groups import check_integer
 from comm_collectives.errors import CommValueError, LostGradientWarning
 from comm_collectives.simulation import Threads
 from comm_collectives.simulation.fuzz.trial import Trial, Violation
@@ -79,6 +80,8 @@ def fuzz(
     Raises:
         ValueError: fewer than one trial, or fewer than two ranks.
     """
+    check_integer(num_schedules, "num_schedules")
+    check_integer(seed, "seed")
     if num_schedules < 1 or not 2 <= ranks[0] <= ranks[1]:
         raise CommValueError(
             f"num_schedules={num_schedules}, ranks={ranks}; give at least one trial, and at least "
