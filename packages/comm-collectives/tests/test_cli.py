@@ -61,6 +61,11 @@ def test_a_machine_without_devices_is_named(capsys: pytest.CaptureFixture[str]) 
     assert "--device: torch sees no CUDA device; leave out --device" in capsys.readouterr().err
 
 
+def test_every_dtype_without_raw_ends_with_status_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--all"]) == 2
+    assert "--all: every dtype of --raw; give both" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["0", "1"])
 def test_too_small_a_world_ends_with_status_two(
     size: str, capsys: pytest.CaptureFixture[str]

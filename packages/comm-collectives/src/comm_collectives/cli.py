@@ -98,8 +98,9 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "comm_collectives run train.py --its-own-options",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module's name")
-    run.add_argument("program", metavar="PROGRAM", help="path of the script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    # One list: argparse takes the first "--" away from arguments that stand behind another.
+    text = "path of the script, and its own arguments"
+    run.add_argument("program", nargs=argparse.PARSER, metavar="PROGRAM", help=text)
     run.set_defaults(run=_run)
 
 
@@ -116,6 +117,9 @@ def _check(args: argparse.Namespace) -> int:
     )
     from comm_collectives.errors import CommError
 
+    if args.all and not args.raw:
+        print("comm-collectives: --all: every dtype of --raw; give both", file=sys.stderr)
+        return 2
     raw_dtypes = () if not args.raw else DTYPES if args.all else FEW_DTYPES
     option = "--device"
     try:
@@ -154,12 +158,12 @@ def _fuzz(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from comm_collectives.checking import run_program
 
-    if not args.is_module and not os.path.isfile(args.program):
+    program, *arguments = args.program[args.program[0] == "--" :]
+    if not args.is_module and not os.path.isfile(program):
         print(
-            f"comm-collectives: there is no script {args.program!r}; give its path, or -m and a "
-            "module",
+            f"comm-collectives: there is no script {program!r}; give its path, or -m and a module",
             file=sys.stderr,
         )
         return 2
-    run_program(args.program, args.arguments, is_module=args.is_module)
+    run_program(program, arguments, is_module=args.is_module)
     return 0

@@ -62,6 +62,23 @@ def test_a_module_is_run_where_the_command_is(
     run_ranks(fn, 2)
 
 
+def test_a_script_has_its_own_arguments_and_finds_itself_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    Path("script.py").write_text(
+        "import os, pathlib, sys\nos.chdir('/')\n"
+        "pathlib.Path(__file__).with_name('said').write_text(repr(sys.argv[1:]))"
+    )
+    for before in ([], ["--"]):
+        for own in (["--", "-m", "x"], ["-h", "--", "y"], []):
+            monkeypatch.chdir(tmp_path)
+            assert main(["run", *before, "script.py", *own]) == 0
+            assert (tmp_path / "said").read_text() == repr(own)
+
+
 def test_a_missing_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no_such.py"]) == 2
     assert "no script 'no_such.py'; give its path, or -m and a module" in capsys.readouterr().err

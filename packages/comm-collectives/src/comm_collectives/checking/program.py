@@ -32,4 +32,4 @@ def run_program(program: str, arguments: Sequence[str] = (), *, is_module: bool 
         if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(program, run_name="__main__")
+            runpy.run_path(os.path.abspath(program), run_name="__main__")
