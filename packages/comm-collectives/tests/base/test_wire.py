@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from comm_collectives.base.wire import (
     DTYPES,
     as_bytes,
     bytes_of,
     check_dense,
+    check_tensors,
     dense,
     dtype_code,
     from_bytes,
     num_bytes,
 )
+from comm_collectives.errors import CommTypeError
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,3 +69,39 @@ def test_tensors_that_wrap_others_are_refused() -> None:
     jagged = nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(TypeError, match="x is a NestedTensor, which wraps other tensors"):
         check_dense(jagged, "x")
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    lazy, zeros = torch.nn.LazyLinear(2).weight, torch._efficientzerotensor(2)
+    for bad in (freed, lazy, zeros):
+        with pytest.raises(CommTypeError, match="x has no memory"):
+            check_dense(bad, "x")
+    check_dense(torch.ones(0), "x")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's make_dual
+def test_tensors_inside_transforms_are_refused() -> None:
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(CommTypeError, match="x is inside a transform"):
+            check_dense(x, "x")
+        return x.sum()
+
+    torch.func.vmap(refuse)(torch.ones(2, 2))
+    torch.func.grad(refuse)(torch.ones(2))
+    with forward_ad.dual_level():
+        refuse(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+        check_dense(torch.ones(2), "x")
+
+
+def test_sparse_tensor_is_made_dense_with_its_zeros() -> None:
+    assert torch.equal(dense(torch.eye(3).to_sparse()), torch.eye(3))
+
+
+def test_a_tensor_that_is_not_used_needs_no_memory() -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    check_tensors([freed], are_used=False)
+    with pytest.raises(CommTypeError, match=r"tensors\[0\] has no memory"):
+        check_tensors([freed])

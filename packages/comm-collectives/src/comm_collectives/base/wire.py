@@ -14,7 +14,11 @@ from typing import TypeGuard
 
 import torch
 
-from comm_collectives._torch_private import is_traceable_wrapper_subclass
+from comm_collectives._torch_private import (
+    has_memory,
+    is_traceable_wrapper_subclass,
+    is_transformed,
+)
 from comm_collectives.errors import CommTypeError
 
 # The number under which a dtype is named in headers. Append only: both ends must agree.
@@ -48,12 +52,12 @@ def new_tensor(
     return from_bytes(flat, dtype, shape)
 
 
-def check_dense(x: object, name: str) -> None:
-    """Check that `x` is a dense tensor with data.
+def check_dense(x: object, name: str, *, is_used: bool = True) -> None:
+    """Check that `x` is a dense tensor with data, which a tensor that is not `is_used` may lack.
 
     Raises:
         TypeError: it is not a tensor, or one that wraps others (DTensor, nested), or sparse,
-            quantised, on the meta device.
+            quantised, on the meta device, without memory, or inside a transform of torch.func.
     """
     if not isinstance(x, torch.Tensor):
         raise CommTypeError(f"{name} is a {type(x).__name__}; give a torch.Tensor")
@@ -67,10 +71,22 @@ def check_dense(x: object, name: str) -> None:
             f"{name} has layout {x.layout} on device {x.device}; give a dense tensor with data"
         )
     dtype_code(x.dtype)
+    if is_transformed(x):
+        raise CommTypeError(
+            f"{name} is inside a transform of torch.func or forward-mode differentiation, which "
+            "no call here follows; call outside of it"
+        )
+    if is_used and not has_memory(x):
+        raise CommTypeError(
+            f"{name} has no memory: it was freed, as FSDP does with parameters, or is a lazy "
+            "module's that has not run; give a tensor with data"
+        )
 
 
-def check_tensors(tensors: object) -> Sequence[torch.Tensor]:
+def check_tensors(tensors: object, *, are_used: bool = True) -> Sequence[torch.Tensor]:
     """Return an argument called `tensors`, if it is a list or tuple of dense tensors.
+
+    Those that are not `are_used` may be without memory, as FSDP's parameters are between steps.
 
     Raises:
         TypeError: it is not.
@@ -78,7 +94,7 @@ def check_tensors(tensors: object) -> Sequence[torch.Tensor]:
     if not isinstance(tensors, list | tuple):
         raise CommTypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
     for i, tensor in enumerate(tensors):
-        check_dense(tensor, f"tensors[{i}]")
+        check_dense(tensor, f"tensors[{i}]", is_used=are_used)
     return tensors
 
 
@@ -92,8 +108,11 @@ def is_dense(x: object) -> TypeGuard[torch.Tensor]:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` without gradient history as one contiguous block (no copy if it is one)."""
-    plain = x.detach().resolve_conj().resolve_neg()
+    """Return `x` without gradient history as one contiguous block (no copy if it is one).
+
+    A sparse tensor, as gradients can be, with its zeros.
+    """
+    plain = (x if x.layout == torch.strided else x.to_dense()).detach().resolve_conj().resolve_neg()
     if plain.dtype == torch.complex32 and not plain.is_contiguous():
         # As pairs of float16, because torch warns when it allocates complex32.
         return torch.view_as_complex(torch.view_as_real(plain).contiguous())

@@ -77,7 +77,7 @@ def overlap_gradients(
     if not isinstance(params, Iterable):
         raise CommTypeError(f"params is a {type(params).__name__}; give model.parameters()")
     params = list(params)
-    check_tensors(params)
+    check_tensors(params, are_used=False)
     chosen = [p for p in params if p.requires_grad]
     if not chosen:
         raise CommValueError("no parameter needs a gradient; give parameters with requires_grad")

@@ -35,10 +35,9 @@ from typing import Any, final
 
 import torch
 
-from comm_collectives.base import DTYPES
+from comm_collectives.base import is_dense
 from comm_collectives.errors import CommTypeError, CommValueError
 
-_KNOWN_DTYPES = frozenset(DTYPES)
 _AS_THEY_ARE = (type(None), bool, float)
 _ITERABLES: dict[str, Any] = {
     "l": list, "t": tuple, "{": set, "}": frozenset, "x": torch.Size
@@ -114,7 +113,7 @@ class _Encoder:
     def _carry(self, leaf: Any, leaves: list[Any]) -> int:
         number = self._number_of.get(id(leaf))
         if number is None:
-            if leaves is self.tensors and not _is_plain(leaf):
+            if leaves is self.tensors and not is_dense(leaf):
                 raise CommTypeError(
                     f"{self._path(leaf)} has layout {leaf.layout}, dtype {leaf.dtype}, device "
                     f"{leaf.device}; give a dense tensor with data, of a plain dtype"
@@ -253,14 +252,6 @@ class _Decoder:
     def _pairs(self, nodes: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
         built = map(self.build, nodes)
         return zip(built, built, strict=True)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.dtype in _KNOWN_DTYPES
-        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
-    )
 
 
 def _text(value: str) -> Any:

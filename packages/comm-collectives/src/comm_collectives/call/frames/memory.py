@@ -23,6 +23,8 @@ def memory_at(address: int, length: int) -> memoryview:
     """Return bytes in memory, writable, without numpy; keep what they are of meanwhile."""
     if not length:
         return _EMPTY
+    if not address:
+        raise CommError("a tensor has no memory, as FakeTensors have none; give tensors with data")
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
