@@ -1,12 +1,16 @@
 """send and recv: a tensor there and its gradient back, in whatever order the ranks want them."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import comm_collectives as cc
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
@@ -291,5 +295,54 @@ def test_mistakes_are_told_to_who_made_them() -> None:
                     recv(src=0)
             send(torch.tensor(5), dst=0)
         dist.barrier()
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_was_received_may_be_changed_in_place(async_op: bool) -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        if rank == 0:
+            x = torch.ones(2, requires_grad=True)
+            send(x, dst=1).sum().backward()
+            assert x.grad is not None
+            return x.grad.tolist()
+        y = recv(src=0, async_op=True).wait() if async_op else recv(src=0)
+        y.mul_(3).sum().backward()
+        return y.tolist()
+
+    assert run_ranks(fn, 2) == [[3, 3], [3, 3]]
+
+
+def test_sparse_gradient_of_what_was_received_comes_whole() -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        x = torch.ones(3, 1, requires_grad=True)
+        table = cc.all_reduce(x)
+        if rank == 0:
+            send(table, dst=1).sum().backward()
+        else:
+            rows = torch.tensor([0, 2, 2])
+            F.embedding(rows, recv(src=0), sparse=True).sum().backward()
+            F.embedding(rows, table, sparse=True).sum().backward()
+        assert x.grad is not None
+        return x.grad.flatten().tolist()
+
+    assert run_ranks(fn, 2) == [[2, 0, 4], [2, 0, 4]]
+
+
+def test_peers_and_limits_are_numbers_of_any_library() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        peer, limit = torch.tensor(1 - rank), np.float32(10)
+        for _ in range(2):
+            handle = send(torch.ones(2), dst=peer, timeout_s=limit, async_op=True)  # type: ignore[call-overload]
+            assert recv(src=peer, timeout_s=limit).tolist() == [1, 1]  # type: ignore[call-overload]
+            handle.wait(limit)
+        threads = threading.active_count()
+        cc.isend_tensors([torch.ones(2)], dst=peer)  # type: ignore[arg-type]
+        cc.recv_tensors(src=peer)  # type: ignore[arg-type]
+        late = Fraction(1, 5) if rank else np.float32(0.2)
+        with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0\.2 s"):
+            recv(src=peer, timeout_s=late)  # type: ignore[call-overload]
+        assert threading.active_count() == threads
 
     run_ranks(fn, 2)

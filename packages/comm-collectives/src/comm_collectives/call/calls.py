@@ -65,7 +65,7 @@ class Call:
     ) -> None:
         self.refused: Refusal = None
         try:
-            check_timeout(timeout_s)
+            timeout_s = check_timeout(timeout_s)
         except (TypeError, ValueError) as error:
             # The others wait for this rank, so it meets them and tells.
             self.refused, timeout_s = error, None

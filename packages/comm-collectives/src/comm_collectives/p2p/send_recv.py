@@ -69,7 +69,7 @@ def send(
         CommError: the transfer failed; the text names both ranks and the transfer.
     """
     check_dense(x, "x")
-    state, lane = lane_to(dst, "dst", group, timeout_s)
+    state, lane, dst, timeout_s = lane_to(dst, "dst", group, timeout_s)
     wants = wants_grad(x)
     flags = TransferFlag.WANTS_GRADIENT if wants else 0
     handle = lane.send(state, "send", [x], dst, limit_s=timeout_s, flags=flags)
@@ -133,7 +133,7 @@ def recv(
         PeerFailedError: the peer is gone.
     """
     checked_device(device)
-    state, lane = lane_to(src, "src", group, timeout_s)
+    state, lane, src, timeout_s = lane_to(src, "src", group, timeout_s)
     worker = lane.worker(src, "from") if async_op else None
     awaiting = None if worker is None else worker.awaiting
     ticket, transfer = lane.post(state, "recv", src, limit_s=timeout_s, awaiting=awaiting)
@@ -165,7 +165,7 @@ def _attach_sent(y: torch.Tensor, lane: Lane, transfer: Transfer) -> torch.Tenso
 
     def make() -> tuple[torch.Tensor, ...]:
         joins = torch.zeros(0, requires_grad=True, device="cpu")
-        return (cast(torch.Tensor, _Received.apply(joins, y, lane, transfer, alive)),)
+        return (cast(torch.Tensor, _Received.apply(joins, (y,), lane, transfer, alive)),)
 
     return put_in_graph((y,), make)[0]
 
@@ -218,7 +218,7 @@ class _Received(torch.autograd.Function):
     def forward(
         ctx: Any,
         joins: torch.Tensor,
-        y: torch.Tensor,
+        received: tuple[torch.Tensor],
         lane: Lane,
         transfer: Transfer,
         alive: "_Alive",
@@ -226,7 +226,8 @@ class _Received(torch.autograd.Function):
         ctx.lane, ctx.transfer, ctx.alive = lane, transfer, alive
         ctx.when_pass_fails = alive.fail
         watch_failed_backwards(tell_of_failure)
-        return y
+        # A tensor given as it is, or a view of what arrived, could not be changed in place.
+        return received[0].data
 
     @staticmethod
     @once_differentiable

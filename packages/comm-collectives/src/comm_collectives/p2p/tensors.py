@@ -10,6 +10,7 @@ direction between two ranks arrive in the order in which they were sent.
 """
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 
@@ -48,7 +49,7 @@ def isend_tensors(
         CommError: the peer cannot be reached.
     """
     check_tensors(tensors)
-    state, lane = lane_to(dst, "dst", group, timeout_s)
+    state, lane, dst, timeout_s = lane_to(dst, "dst", group, timeout_s)
     return lane.send(state, "isend_tensors", tensors, dst, limit_s=timeout_s)
 
 
@@ -77,7 +78,7 @@ def recv_tensors(
         PeerFailedError: the peer is gone.
     """
     checked_device(device)
-    state, lane = lane_to(src, "src", group, timeout_s)
+    state, lane, src, timeout_s = lane_to(src, "src", group, timeout_s)
     message = lane.take(*lane.post(state, "recv_tensors", src, limit_s=timeout_s))
     if message.flags & TransferFlag.WANTS_GRADIENT:
         lane.send(state, "recv_tensors", [], src, key=message.place)  # it is zero
@@ -100,21 +101,21 @@ def expect_tensors(*, src: int, group: Group | None = None) -> None:
     Raises:
         ValueError: `src` is not another rank of the group.
     """
-    state, lane = lane_to(src, "src", group, None)
+    state, lane, src, _ = lane_to(src, "src", group, None)
     if state.moves_on_host:
         lane.expect(src)
 
 
 def lane_to(
     peer: int, name: str, group: Group | None, timeout_s: float | None
-) -> tuple[GroupState, Lane]:
-    """Return what a transfer with a peer, which an argument names, goes by.
+) -> tuple[GroupState, Lane, int, float | None]:
+    """Return what a transfer with a peer, which an argument names, goes by; both as plain numbers.
 
     Raises:
         ValueError: it is not another rank of the group, or the limit is not positive.
         TypeError: one of them is no number.
     """
     state = group_state(group)
-    check_timeout(timeout_s)
+    limit_s = check_timeout(timeout_s)
     check_peer(state, peer, name)
-    return state, Lane.of(state, uses=True)
+    return state, Lane.of(state, uses=True), index(peer), limit_s

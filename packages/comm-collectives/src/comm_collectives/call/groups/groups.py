@@ -280,10 +280,13 @@ def check_peer(state: GroupState, peer: int, name: str) -> None:
         raise CommValueError(f"{name}={peer} is this rank itself; hand the tensors over directly")
 
 
-def check_timeout(timeout_s: float | None) -> None:
-    """Raise TypeError if a time limit is no number, ValueError if it cannot be waited for."""
+def check_timeout(timeout_s: float | None) -> float | None:
+    """Return a time limit, of Python's or another library's numbers, as what can be waited for.
+
+    Raise TypeError if it is no number, ValueError if it cannot be waited for.
+    """
     if timeout_s is None:
-        return
+        return None
     if not isinstance(timeout_s, Real):
         raise CommTypeError(
             f"timeout_s={timeout_s!r} is a {type(timeout_s).__name__}; give seconds, or None for "
@@ -294,3 +297,4 @@ def check_timeout(timeout_s: float | None) -> None:
             f"timeout_s={timeout_s} must be positive and at most {threading.TIMEOUT_MAX:.0e}, or "
             "None for the group's own limit"
         )
+    return float(timeout_s)
