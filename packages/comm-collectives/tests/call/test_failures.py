@@ -1,5 +1,6 @@
 """What the words of a backend mean, who is to blame, and the class in which all ranks fail."""
 
+import signal
 import time
 
 import pytest
@@ -13,7 +14,12 @@ from comm_collectives.call.failures import (
     first_failure,
 )
 from comm_collectives.call.groups.groups import GroupState, group_state
-from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
+from comm_collectives.errors import (
+    CollectiveTimeoutError,
+    CommError,
+    MismatchError,
+    PeerFailedError,
+)
 from comm_collectives.simulation.run import SimRank, simulate
 from ranktest import run_ranks
 
@@ -96,3 +102,22 @@ def test_rank_whose_peer_gave_up_raises_what_the_peer_raised() -> None:
     first, second, _ = simulate(call, 3, shared_memory=False).outcomes
     assert type(first.error) is type(second.error) is CollectiveTimeoutError
     assert " failed in it with a CollectiveTimeoutError" in str(second.error)
+
+
+def test_first_call_that_a_rank_leaves_is_counted_as_the_others_count_it() -> None:
+    """Else the next failure would be of two classes."""
+
+    def fn(rank: int, world_size: int) -> None:
+        if rank == 0:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                cc.all_reduce(torch.ones(1))
+        else:
+            time.sleep(1.0)
+            with pytest.raises(CommError, match="rank 0 failed in it with a KeyboardInterrupt"):
+                cc.all_reduce(torch.ones(1))
+        with pytest.raises(MismatchError):
+            cc.all_reduce(torch.ones(2 + rank))
+
+    run_ranks(fn, 2)

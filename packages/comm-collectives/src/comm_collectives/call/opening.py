@@ -10,6 +10,7 @@ from collections.abc import Callable
 from comm_collectives.base.streams import ShmStreams
 from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frames, Waiter
 from comm_collectives.call.groups import GroupState
+from comm_collectives.errors import CommError
 
 
 def open_frames(state: GroupState, call: Waiter) -> Frames:
@@ -31,6 +32,8 @@ def _share_memory(state: GroupState, frames: Frames, call: Waiter) -> Frames:
         shared = ShmStreams.open(state.rank, state.size, _all_gather(state, frames, call))
     except BaseException as error:
         frames.fail(call.number, type(error).__name__, str(error))
+        if not isinstance(error, CommError):
+            state.failed_calls.append(call.number)  # as those do who are told
         raise
     if shared is None:
         return frames

@@ -1,8 +1,11 @@
 """Asynchronous calls: in order, with their inputs kept alive and watched; failures at `wait`."""
 
 import gc
+import math
 import threading
 import time
+from contextlib import suppress
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from comm_collectives.call.groups.groups import GroupState, group_state
 from comm_collectives.call.handles import debug_mode
 from comm_collectives.errors import (
     CollectiveTimeoutError,
+    CommTypeError,
+    CommValueError,
     MismatchError,
     MutatedInputError,
     RefusedTypeError,
@@ -124,6 +129,21 @@ def test_limit_of_a_wait_leaves_the_call_under_way() -> None:
                 handle.wait(0.4)
             mark("waits again")
         return float(handle.wait())
+
+    assert run_ranks(fn, 2) == [2.0, 2.0]
+
+
+def test_limit_of_a_wait_that_is_no_time_is_refused() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        handle = cc.all_reduce(torch.ones(1), async_op=True)
+        for limit in (math.inf, math.nan, -1.0):
+            with pytest.raises(CommValueError, match="must be positive"):
+                handle.wait(limit)
+        with pytest.raises(CommTypeError, match="is a str; give seconds"):
+            handle.wait("1")  # type: ignore[arg-type]
+        with suppress(CollectiveTimeoutError):
+            handle.wait(0)
+        return float(handle.wait(Fraction(10)))  # type: ignore[arg-type]
 
     assert run_ranks(fn, 2) == [2.0, 2.0]
 

@@ -441,6 +441,25 @@ def test_a_store_that_does_not_answer_delays_no_wait(monkeypatch: pytest.MonkeyP
     assert took_s < 3.5 and threads <= 2
 
 
+def test_a_wait_in_a_group_that_was_destroyed_ends_in_its_error_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fn(rank: int, world_size: int) -> int:
+        _go_on(rank, world_size)
+        if rank == 1:
+            time.sleep(2.0)
+            return 0
+        raised: list[object] = []
+        monkeypatch.setattr(threading, "excepthook", raised.append)
+        handle = cc.recv(src=1, timeout_s=1.5, async_op=True)
+        dist.destroy_process_group()
+        with pytest.raises(CollectiveTimeoutError):
+            handle.wait()
+        return len(raised)
+
+    assert run_ranks(fn, 2, timeout_s=_LIMIT_S) == [0, 0]
+
+
 def test_a_program_that_only_dispatches_is_told_of_a_circle_of_groups() -> None:
     def fn(rank: int, world_size: int) -> float:
         groups = [dist.new_group() for _ in range(2)]

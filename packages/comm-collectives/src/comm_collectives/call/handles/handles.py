@@ -22,7 +22,7 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
 from comm_collectives.call.devices import has_one_queue, refuse_captured
-from comm_collectives.call.groups import Group, GroupState, Ordered
+from comm_collectives.call.groups import Group, GroupState, Ordered, check_timeout
 from comm_collectives.call.handles.caught import Caught
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
@@ -118,15 +118,18 @@ class Handle(Generic[T]):
 
         Args:
             timeout_s: limit in seconds of this wait; None waits for as long as the call itself may
-                take. The call goes on after a limit that passed.
+                take, 0 not at all. The call goes on after a limit that passed.
 
         Raises:
+            ValueError, TypeError: `timeout_s` is no time.
             CollectiveTimeoutError: the call was still under way.
             MutatedInputError: an input was changed in place meanwhile.
             CommError: what the call raised.
         """
         if self._results:
             return self._results[0]
+        if timeout_s != 0:  # which only looks
+            timeout_s = check_timeout(timeout_s)
         try:
             value, graph = self._future.result(timeout_s)
         except FutureTimeoutError as error:

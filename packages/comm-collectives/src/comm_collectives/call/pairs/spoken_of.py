@@ -56,7 +56,9 @@ def _ask_store(state: GroupState, work: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            with suppress(RuntimeError):  # the store has ended: nobody hears of this group there
+            with suppress(
+                RuntimeError, ValueError
+            ):  # it has ended: nobody hears of this group there
                 work()
         finally:
             _STORE.release()
