@@ -214,6 +214,12 @@ def _row() -> Row:
     return value
 
 
+def _freed() -> torch.Tensor:
+    x = torch.ones(2)
+    x.untyped_storage().resize_(0)
+    return x
+
+
 class Marked(torch.Tensor):
     pass
 
@@ -228,6 +234,7 @@ class Marked(torch.Tensor):
         ([0, (torch.eye(2).to_sparse(),)], r"obj\[1\]\[0\] has layout torch.sparse_coo"),
         ({"w": torch.empty(2, device="meta")}, r"obj\['w'\] has layout .* device meta"),
         ([_nested()], r"obj\[0\] has layout"),
+        ([_freed()], r"obj\[0\] has layout .* give a dense tensor with data"),
         (Slotted([torch.ones(2).as_subclass(Marked)]), r"obj.items\[0\] is a Marked; give a plain"),
         ([Failure(1)], r"obj\[0\]: object.__new__\(Failure\) is not safe"),
         ({Point(x=object()): 1}, r"obj key\.x is a object"),

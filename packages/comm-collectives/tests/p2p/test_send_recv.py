@@ -346,3 +346,19 @@ def test_peers_and_limits_are_numbers_of_any_library() -> None:
         assert threading.active_count() == threads
 
     run_ranks(fn, 2)
+
+
+def test_second_derivative_through_the_receiver_is_an_error() -> None:
+    """The sender does not know how the gradient that came depends on what it sent."""
+
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        if rank == 1:
+            recv(src=0).square().sum().backward()
+            return
+        (grad,) = torch.autograd.grad(send(x, dst=1).sum(), x, create_graph=True)
+        assert grad.tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            (grad * x).sum().backward()
+
+    run_ranks(fn, 2)

@@ -191,8 +191,13 @@ class _Sent(torch.autograd.Function):
         return torch.zeros(0, device=x.device)
 
     @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # The receiver's gradient may depend on this rank's tensors: a derivative of it is an error.
+        return _Sent.receive(ctx, grad.detach().requires_grad_())
+
+    @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def receive(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dtype, shape, device = ctx.kind
         if not ctx.is_zero:
             sent = ctx.transfer
