@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.groups import groups
-from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.groups.groups import GroupState, group_state
 from comm_collectives.errors import RefusedError, RefusedTypeError
 from ranktest import run_ranks
 
@@ -84,6 +85,31 @@ def test_rank_that_is_no_integer_is_refused_on_every_rank() -> None:
             assert cc.broadcast(x, src=src).tolist() == [1, 1]  # type: ignore[call-overload]
 
     run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_child_that_is_forked_takes_no_part_in_the_groups_of_its_parent(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read, in shared memory, what its parent then takes for its own."""
+    monkeypatch.setattr(GroupState, "may_share_memory", shares)
+
+    def fn(rank: int, world_size: int) -> list[float]:
+        cc.all_reduce(torch.zeros(1))
+
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                for call in (cc.all_reduce, lambda x: cc.send(x, dst=1 - rank)):
+                    with pytest.raises(cc.CommError, match="of which this one was forked"):
+                        call(torch.ones(1))
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        dist.barrier()
+        return cc.all_reduce(torch.full((1,), 5.0)).tolist()
+
+    assert run_ranks(fn, 2) == [[10], [10]]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ say `all_to_all call 7` and mean the same call on every rank.
     state.rank, state.size, state.next_call()
 """
 
+import os
 import threading
 import zlib
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ from comm_collectives.base.transport import ScratchPool, TorchTransport, Transpo
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
 from comm_collectives.call.frames import Frames
 from comm_collectives.call.signature import Argument
-from comm_collectives.errors import CommTypeError, CommValueError
+from comm_collectives.errors import CommError, CommTypeError, CommValueError
 from comm_collectives.threads import Threads
 
 
@@ -82,6 +83,7 @@ class GroupState(Ordered):
         super().__init__(name, ranks)
         self._groups = groups  # all of this rank
         self.rank = rank
+        self.process = os.getpid()  # a child that is forked later is no rank
         self.transport = transport
         self.backend_of = backend_of
         self.scratch = ScratchPool()
@@ -197,7 +199,11 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def group_state(group: Group | None) -> GroupState:
-    """Return what this rank knows of `group`, or of the default group; as `resolve_group`."""
+    """Return what this rank knows of `group`, or of the default group; as `resolve_group`.
+
+    Raises:
+        CommError: this process was forked from one that has used the group.
+    """
     if isinstance(group, CustomGroup):
         return group.state()
     resolved = resolve_group(group)
@@ -215,6 +221,11 @@ def group_state(group: Group | None) -> GroupState:
         )
         # Two threads may come at once, and have to find the same.
         state = _STATES.setdefault(resolved, new)
+    if state.process != os.getpid():
+        raise CommError(
+            f"group {state.ranks} belongs to the process of which this one was forked, whose "
+            "messages it would take; call there, or start a process that makes groups of its own"
+        )
     return state
 
 
