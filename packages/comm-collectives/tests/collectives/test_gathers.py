@@ -1,10 +1,13 @@
 """all_gather and reduce_scatter against the same rows in one process, bit for bit."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+import comm_collectives as cc
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
 from comm_collectives.collectives.gathers import all_gather, reduce_scatter
 from comm_collectives.errors import MismatchError, RefusedError, RefusedTypeError
@@ -216,3 +219,30 @@ def test_ranks_that_differ_are_told_so() -> None:
             all_gather(torch.ones(2, 3) if rank == 0 else torch.ones(4, 3, 1))
 
     run_ranks(fn, 2, timeout_s=20)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_results_made_without_gradients_may_be_changed_in_place_with_them(async_op: bool) -> None:
+    calls: list[Callable[..., Any]] = [
+        cc.all_reduce,
+        cc.all_gather,
+        cc.all_to_all,
+        cc.reduce_scatter,
+        lambda x, **options: cc.broadcast(x, src=0, **options),
+        lambda x, **options: cc.gather(x, dst=0, **options),
+        lambda x, **options: cc.gather(x.sum(), dst=0, **options),
+        lambda x, **options: cc.scatter([x, x], src=0, **options),
+    ]
+
+    def fn(rank: int, world_size: int) -> None:
+        for call in calls:
+            with torch.no_grad():
+                got = call(torch.ones(4), async_op=async_op)
+                got = got.wait() if async_op else got
+            for y in got if isinstance(got, list) else [] if got is None else [got]:
+                weight = torch.tensor(3.0, requires_grad=True)
+                want = float(y.sum())
+                y.mul_(weight).sum().backward()
+                assert weight.grad is not None and float(weight.grad) == want
+
+    run_ranks(fn, 2)

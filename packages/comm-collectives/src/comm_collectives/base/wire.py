@@ -134,8 +134,11 @@ def bytes_of(flat: torch.Tensor) -> bytes:
 
 
 def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """View [nbytes] uint8 that starts at an aligned address as a tensor of `dtype` and `shape`."""
-    return flat.view(dtype).view(tuple(shape))
+    """View [nbytes] uint8 that starts at an aligned address as a tensor of `dtype` and `shape`.
+
+    To autograd it is no view: one made without gradients could not be changed in place with them.
+    """
+    return flat.view(dtype).view(tuple(shape)).data
 
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

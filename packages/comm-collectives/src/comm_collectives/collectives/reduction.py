@@ -149,7 +149,7 @@ def all_reduce_call(
         else:
             y = reduce_plain(call, x, op)
     if not flags & Status.WANTS_GRAD:
-        return y
+        return y.data  # no view to autograd, as in `from_bytes`
     # The gradient of the sum of all ranks' losses: theirs are added up, whatever the op.
     backward_op = op if op in NO_FACTOR else "sum"
 

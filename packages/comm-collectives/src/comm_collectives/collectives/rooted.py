@@ -152,7 +152,7 @@ def _gather(
     # Not views, which autograd would not let the user change in place.
     parts = [part.data for part in whole.split(list(received))]
     if is_dst and not x.dim():
-        parts = [part.view(()) for part in parts]
+        parts = [part.view(()).data for part in parts]
     if flags & Status.WANTS_GRAD:
         return _attach_gather(x, parts, call, counts, dst)
     return parts if is_dst else None
