@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
-from comm_collectives.p2p import expect_tensors
+from comm_collectives.p2p import Pending, expect_tensors, launch_transfers
 from ranktest import collect_ranks, mark, more_than_sockets_hold, run_ranks, until_marked
 
 _LARGE = more_than_sockets_hold() // 4  # floats that find no room under way
@@ -253,3 +253,19 @@ def test_a_sender_that_died_is_named_by_whoever_expected_it() -> None:
         return "named"
 
     assert collect_ranks(fn, 2)[1].value == "named"
+
+
+@pytest.mark.parametrize("peer", [-1, 0, 2, 1.0, "1"])
+def test_transfers_with_nobody_are_refused_before_the_device_gets_them(peer: object) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        started: list[Pending | None] = []
+
+        def start() -> list[Pending | None]:
+            started.append(None)
+            return started
+
+        with pytest.raises(cc.CommError, match=f"peer={peer!r} is "):
+            launch_transfers(start, "send to", peer, None)  # type: ignore[arg-type]
+        assert not started
+
+    run_ranks(fn, 1)

@@ -6,10 +6,12 @@ works = launch_transfers(
 works[0].wait()      # raises who is dead or did not come, if the device waits in vain
 """
 
+from operator import index
+
 from comm_collectives.base.transport import Pending as Pending
 from comm_collectives.call.devices import Start
 from comm_collectives.call.devices import launch_transfers as launch_of_state
-from comm_collectives.call.groups import Group, group_state
+from comm_collectives.call.groups import Group, check_peer, group_state
 
 
 def launch_transfers(start: Start, what: str, peer: int, group: Group | None) -> list[Pending]:
@@ -29,6 +31,9 @@ def launch_transfers(start: Start, what: str, peer: int, group: Group | None) ->
         The works, whose `wait` also raises that error.
 
     Raises:
+        ValueError, TypeError: `peer` is not another rank of the group; nothing is started.
         CommError: what was found wrong with the group's device before.
     """
-    return launch_of_state(group_state(group), what, peer, start)
+    state = group_state(group)
+    check_peer(state, peer, "peer")
+    return launch_of_state(state, what, index(peer), start)
