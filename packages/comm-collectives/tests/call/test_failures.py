@@ -2,12 +2,15 @@
 
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.call import Call
+from comm_collectives.call.agreed import Agreed
 from comm_collectives.call.failures import (
     Report,
     describe_absent,
@@ -117,6 +120,27 @@ def test_first_call_that_a_rank_leaves_is_counted_as_the_others_count_it() -> No
             time.sleep(1.0)
             with pytest.raises(CommError, match="rank 0 failed in it with a KeyboardInterrupt"):
                 cc.all_reduce(torch.ones(1))
+        with pytest.raises(MismatchError):
+            cc.all_reduce(torch.ones(2 + rank))
+
+    run_ranks(fn, 2)
+
+
+def test_call_that_ended_well_on_one_rank_alone_is_counted_as_a_failure() -> None:
+    """Else that rank would raise the next failure in the class of this one."""
+
+    def fn(rank: int, world_size: int) -> None:
+        def place(agreed: Agreed) -> list[torch.Tensor]:
+            if rank == 0:
+                time.sleep(0.5)  # the other rank has got all by now
+                raise CommError("no room")
+            return [torch.empty(1, dtype=torch.uint8) for _ in agreed.sizes]
+
+        cc.all_reduce(torch.ones(1))
+        call = Call(group_state(None), "exchange")
+        sent = [torch.ones(1, dtype=torch.uint8)] * 2
+        with pytest.raises(CommError, match="no room") if rank == 0 else nullcontext():
+            call.exchange(sent, place)
         with pytest.raises(MismatchError):
             cc.all_reduce(torch.ones(2 + rank))
 

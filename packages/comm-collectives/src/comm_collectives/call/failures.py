@@ -54,7 +54,9 @@ def first_failure(state: GroupState, own: Report) -> Report:
 
     Not collective: each rank asks when it fails, once.
     """
-    failed = state.failed_calls
+    failed, missed = state.failed_calls, set() if state.frames is None else state.frames.missed
+    failed += sorted(missed)  # in these, others have failed
+    missed.clear()
     key = _KEY.format(state.name, len(failed))
     last = failed[-1] if failed else 0
     failed.append(own.number)

@@ -86,6 +86,7 @@ class Frames:
         self._waits: dict[int, bytes] = {}  # what peers say of their own waits
         self._open: set[int] = set()  # peers whose payload of this step was not received yet
         self.settled = 0
+        self.missed: set[int] = set()  # calls that ended well here, which a peer left by an error
         self.late: Sequence[int] = ()  # the peers for which a call waits, or waited last
         self.waits_since_s = 0.0  # on the group's clock
 
@@ -286,6 +287,8 @@ class Frames:
             del self._notices[peer]
             if in_text or notice.number == waiter.number:
                 raise waiter.told(notice)
+            if notice.number > self.settled:
+                self.missed.add(notice.number)
 
     def _until(
         self, missing: Callable[[], list[int]], waiter: Waiter, *, sends_all: bool = True
