@@ -220,3 +220,23 @@ def test_uneven_exchanges_are_exact():
         assert torch.equal(y, torch.full((lengths[rank],), 6.0 + 30 * rank))
 
     run_ranks(fn, 3)
+
+
+# torch 2.11 says so of every first sparse tensor; torch 2.15 of coalesced calls that they will go.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:.*will be deprecated")
+def test_work_of_calls_that_gloo_makes_has_what_they_write():
+    def fn(rank, size):
+        group = _group()
+        x = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (3,))
+        work = dist.all_reduce(x, group=group, async_op=True)
+        work.wait()
+        # DistributedDataParallel reads the sum of sparse gradients there.
+        assert work.get_future().value()[0].to_dense().tolist() == [1, 1, 0]
+        y = torch.full((2,), float(rank))
+        future = dist.all_reduce_coalesced([y], group=group, async_op=True)
+        assert [t.tolist() for t in future.wait()] == [[1, 1]]
+        lists = [[torch.empty(2)] for _ in range(size)]
+        future = dist.all_gather_coalesced(lists, [y + rank], group=group, async_op=True)
+        assert [[t.tolist() for t in row] for row in future.wait()] == [[[1, 1]], [[2, 2]]]
+
+    run_ranks(fn, 2)

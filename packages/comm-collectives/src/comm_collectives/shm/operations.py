@@ -59,7 +59,7 @@ def build_all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation
     x = tensors[0]
     if x.layout != torch.strided:
         sparse = Head("all_reduce of sparse tensors")
-        return by_gloo(sparse, lambda: place.gloo.allreduce([x], opts))
+        return by_gloo(sparse, lambda: place.gloo.allreduce([x], opts), [x])
     op = checked_op(opts, x.dtype)
     landings: Landings = []
     flat = in_place(x, landings)
@@ -262,14 +262,14 @@ def checked_op(opts: Options, dtype: torch.dtype) -> str:
     return op
 
 
-def by_gloo(head: Head, start: Callable[[], dist.Work]) -> Operation:
+def by_gloo(head: Head, start: Callable[[], dist.Work], results: Sequence[Any]) -> Operation:
     """Have gloo do it, once all ranks have shown that they make the same call."""
 
     def run(call: Call) -> None:
         call.exchange(None, None)
         start().wait()
 
-    return Operation(head, run)
+    return Operation(head, run, results)
 
 
 def left_to_gloo(
@@ -278,7 +278,7 @@ def left_to_gloo(
     """Leave a collective of several tensors, of which the last list is sent, to gloo."""
     sent = arguments[-1]
     head = Head(name, sent[0].dtype, "", sum(tensor.nbytes for tensor in sent))
-    return by_gloo(head, lambda: start(*arguments, opts))
+    return by_gloo(head, lambda: start(*arguments, opts), arguments[0])
 
 
 def refused(error: ValueError | TypeError) -> Operation:

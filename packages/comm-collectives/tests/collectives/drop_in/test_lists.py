@@ -1,5 +1,8 @@
 """Lists of tensors: any sizes, dtypes and strides, compared with what each rank gave."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,7 +76,9 @@ def test_coalesced_gathers_write_every_list() -> None:
             assert [x.tolist() for x in row] == [[[r, r], [r, r]], [], [-r] * 3]
         future = drop_in.all_gather_coalesced(outputs, inputs, async_op=True)
         assert future is not None
-        assert len(future.wait()) == 3 * world_size
+        assert [[x.tolist() for x in row] for row in future.wait()] == [
+            [[[r, r], [r, r]], [], [-r] * 3] for r in range(world_size)
+        ]
 
     run_ranks(fn, 2)
 
@@ -119,3 +124,37 @@ def test_lists_that_do_not_fit_are_an_error_on_every_rank() -> None:
         drop_in.barrier()
 
     run_ranks(fn, 2, timeout_s=30)
+
+
+_LISTS: dict[str, Callable[[Any], object]] = {
+    "tensor_list": lambda given: drop_in.all_gather(given, torch.ones(2)),
+    "output_tensor_list": lambda given: drop_in.all_to_all(given, [torch.ones(2)] * 2),
+    "gather_list": lambda given: drop_in.gather(torch.ones(2), given),
+    "scatter_list": lambda given: drop_in.scatter(torch.ones(2), given),
+    "input_list": lambda given: drop_in.reduce_scatter(torch.ones(2), given),
+    "output_tensor_lists for input 0": lambda given: drop_in.all_gather_coalesced(
+        given, [torch.ones(2)]
+    ),
+}
+
+
+def test_what_is_no_list_is_refused_on_every_rank() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for name, call in _LISTS.items():
+            right = None if name in ("gather_list", "scatter_list") else [torch.ones(2)] * 2
+            for wrong in None, torch.ones(2, 2):
+                with pytest.raises((RefusedError, RefusedTypeError), match=f"rank 0: {name}"):
+                    call(wrong if rank == 0 else right)
+        with pytest.raises(RefusedTypeError, match="rank 0: tensor is a NoneType"):
+            drop_in.all_reduce_coalesced(None if rank == 0 else [torch.ones(2)])  # type: ignore[arg-type]
+
+    run_ranks(fn, 2)
+
+
+def test_one_tensor_in_the_place_of_coalesced_ones_is_reduced() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.tensor(float(rank + 1))
+        drop_in.all_reduce_coalesced(x)  # type: ignore[arg-type]
+        assert x.item() == 3
+
+    run_ranks(fn, 2)

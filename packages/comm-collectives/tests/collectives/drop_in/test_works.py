@@ -13,7 +13,7 @@ from comm_collectives.call.handles import Handle
 from comm_collectives.call.handles.watch import Watch
 from comm_collectives.collectives import drop_in
 from comm_collectives.collectives.drop_in.works import CallWork
-from comm_collectives.errors import MismatchError
+from comm_collectives.errors import MismatchError, RefusedTypeError
 from ranktest import run_ranks
 
 
@@ -116,3 +116,22 @@ def test_a_future_ends_with_every_kind_of_error(error: BaseException) -> None:
     with pytest.raises(type(error) if isinstance(error, Exception) else RuntimeError) as raised:
         future.wait()
     assert str(error) in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_a_future_has_a_sparse_sum_as_well() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (3,))
+        work = drop_in.all_reduce(x, async_op=True)
+        assert work is not None
+        assert work.get_future().wait()[0].to_dense().tolist() == [1, 1, 0]
+
+    run_ranks(fn, 2)
+
+
+def test_a_limit_that_is_no_timedelta_is_refused_on_every_rank() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        with pytest.raises(RefusedTypeError, match=r"rank 0: timeout=3\.0; give a datetime"):
+            drop_in.barrier(timeout=3.0 if rank == 0 else None)  # type: ignore[arg-type]
+
+    run_ranks(fn, 2)

@@ -8,6 +8,7 @@ Raw gloo refuses lists whose tensors differ in size, and most dtypes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -16,7 +17,7 @@ from comm_collectives.base import check_dense, new_tensor
 from comm_collectives.call import Checks
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.collectives.drop_in.in_place import check_written
-from comm_collectives.collectives.drop_in.moves import check_list, move, rank_of
+from comm_collectives.collectives.drop_in.moves import as_list, check_list, move, rank_of
 from comm_collectives.collectives.drop_in.works import CallWork, run_call
 from comm_collectives.errors import CommValueError
 
@@ -95,7 +96,7 @@ def gather(
             parts = _Parts.of(tensor, gather_list, root, state)
         move("gather", state, parts.one, parts.each, root=root, refused=checks.refused)
 
-    outputs = gather_list or ()
+    outputs = gather_list
     return run_call("gather", group, run, outputs=outputs, inputs=[tensor], async_op=async_op)
 
 
@@ -124,7 +125,7 @@ def scatter(
             parts = _Parts.of(tensor, scatter_list, root, state)
         move("scatter", state, parts.each, parts.one, root=root, refused=checks.refused)
 
-    inputs = scatter_list or ()
+    inputs = scatter_list
     return run_call("scatter", group, run, outputs=[tensor], inputs=inputs, async_op=async_op)
 
 
@@ -134,25 +135,31 @@ def all_gather_coalesced(
     input_tensor_list: _List,
     group: Group | None = None,
     async_op: bool = False,
-) -> "torch.futures.Future[list[torch.Tensor]] | None":
+) -> "torch.futures.Future[list[list[torch.Tensor]]] | None":
     """Write input i of rank r into output [r][i], on every rank.
 
-    Collective: every rank of the group must call. With `async_op` a future, as torch's.
+    Collective: every rank of the group must call. With `async_op` a future of the outputs, as
+    torch's. Raises as `all_to_all_single`.
     """
-    flat = [item for row in output_tensor_lists for item in row]
+    lists = as_list(output_tensor_lists)
+    outputs, inputs = [as_list(row) for row in lists], as_list(input_tensor_list)
 
     def run(state: GroupState) -> None:
-        number, name = len(input_tensor_list), "all_gather_coalesced"
-        for i, x in enumerate(input_tensor_list):
-            row = [outputs[i] for outputs in output_tensor_lists if len(outputs) == number]
+        for i, x in enumerate(inputs):
+            row = [listed[i] for listed in outputs if len(listed) == len(inputs)]
             with Checks() as checks:
-                check_list(flat, "output_tensor_lists", state.size * number, written=True)
+                check_list(row, f"output_tensor_lists for input {i}", state.size, written=True)
                 check_dense(x, f"input_tensor_list[{i}]")
-            move(name, state, [x] * state.size, row, refused=checks.refused)
+            move("all_gather_coalesced", state, [x] * state.size, row, refused=checks.refused)
 
-    inputs = input_tensor_list
     work = run_call(
-        "all_gather_coalesced", group, run, outputs=flat, inputs=inputs, async_op=async_op
+        "all_gather_coalesced",
+        group,
+        run,
+        outputs=list(chain(*outputs)),
+        inputs=inputs,
+        async_op=async_op,
+        results=lists,
     )
     return None if work is None else work.get_future()
 
@@ -177,6 +184,6 @@ def _check_root_list(
     """Check the list that the root alone gives."""
     if state.rank == root:
         check_list(tensors, name, state.size, written=written)
-    elif tensors:
+    elif isinstance(tensors, torch.Tensor) or tensors:
         there = state.ranks[root]
         raise CommValueError(f"{name} is for rank {there} alone; leave it out here")

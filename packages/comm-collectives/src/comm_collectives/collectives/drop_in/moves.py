@@ -7,6 +7,7 @@ compares all of it before anything is written.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -58,6 +59,11 @@ def move(
     for output, piece in zip(outputs, pieces, strict=True):
         if output.numel():
             write(output, piece)
+
+
+def as_list(given: Any) -> Sequence[Any]:
+    """Return one tensor, or what is to be refused, as a list of it."""
+    return given if isinstance(given, list | tuple) else [given]
 
 
 def check_list(tensors: object, name: str, size: int, *, written: bool = False) -> None:

@@ -19,7 +19,7 @@ from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import all_gather_call, all_reduce_call, reduce_scatter_call
 from comm_collectives.collectives.drop_in.in_place import check_written, write
-from comm_collectives.collectives.drop_in.moves import check_list, rank_of, rows_of
+from comm_collectives.collectives.drop_in.moves import as_list, check_list, rank_of, rows_of
 from comm_collectives.collectives.drop_in.swapped import check_output, times
 from comm_collectives.collectives.drop_in.works import CallWork, op_name, run_call
 from comm_collectives.errors import CommTypeError, CommValueError
@@ -94,11 +94,12 @@ def all_reduce_coalesced(
     async_op: bool = False,
 ) -> "torch.futures.Future[list[torch.Tensor]] | None":
     """As `all_reduce` of each of the tensors. Collective. With `async_op` a future, as torch's."""
+    given = as_list(tensors)
 
     def run(state: GroupState) -> None:
-        _reduce_in_place(list(tensors), op, state)
+        _reduce_in_place(given, op, state)
 
-    work = run_call("all_reduce_coalesced", group, run, outputs=tensors, async_op=async_op)
+    work = run_call("all_reduce_coalesced", group, run, outputs=given, async_op=async_op)
     return None if work is None else work.get_future()
 
 

@@ -19,7 +19,7 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, new_tensor, num_bytes
-from comm_collectives.call import Agreed, Call, Checks, pack_counts
+from comm_collectives.call import Agreed, Checks, pack_counts
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.collectives import (
     all_gather_call,
@@ -42,7 +42,7 @@ from comm_collectives.collectives.drop_in.swapped import (
     times,
 )
 from comm_collectives.collectives.drop_in.works import CallWork, run_call
-from comm_collectives.errors import CollectiveTimeoutError
+from comm_collectives.errors import CollectiveTimeoutError, CommTypeError
 
 
 @graph_break
@@ -152,9 +152,13 @@ def barrier(
     """
 
     def run(state: GroupState) -> None:
-        timeout_s = None if timeout is None else timeout.total_seconds()
+        timeout_s = None
+        with Checks() as checks:
+            if not isinstance(timeout, timedelta | None):
+                raise CommTypeError(f"timeout={timeout!r}; give a datetime.timedelta, or None")
+            timeout_s = None if timeout is None else timeout.total_seconds()
         try:
-            Call(state, "barrier", timeout_s=timeout_s).meet()
+            checks.call(state, "barrier", timeout_s).meet()
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(
                 f"{error}; give a longer timeout to barrier if ranks may be late by more"

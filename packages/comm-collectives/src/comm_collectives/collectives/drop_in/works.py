@@ -7,6 +7,7 @@ work.wait(); work.get_future().then(...)
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -37,7 +38,7 @@ class CallWork(dist.Work):
     def __init__(
         self,
         handle: Handle[None],
-        results: Sequence[torch.Tensor],
+        results: Sequence[Any],
         source: Callable[[], int] = lambda: -1,
     ) -> None:
         super().__init__()
@@ -68,12 +69,11 @@ class CallWork(dist.Work):
             return caught.error  # type: ignore[return-value]
         return None
 
-    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
-        """Return a future of the tensors that the call writes."""
-        devices = {x.device for x in self._results if x.device.type != "cpu"}
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
-            devices=list(devices)
-        )
+    def get_future(self) -> "torch.futures.Future[list[Any]]":
+        """Return a future of the tensors that the call writes, or of lists of them."""
+        parts = [part if isinstance(part, list | tuple) else [part] for part in self._results]
+        devices = {x.device for x in chain(*parts) if x.device.type != "cpu"}
+        future: torch.futures.Future[list[Any]] = torch.futures.Future(devices=list(devices))
 
         def end() -> None:
             with Caught() as caught:
@@ -88,7 +88,7 @@ class CallWork(dist.Work):
         self._handle.when_done(end)
         return future
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Any]:
         """Return the tensors that the call writes."""
         return self._results
 
@@ -104,27 +104,34 @@ def run_call(
     group: Group | None,
     run: Callable[[GroupState], None],
     *,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor] = (),
+    outputs: Any,
+    inputs: Any = (),
     async_op: bool = False,
+    results: Sequence[Any] | None = None,
 ) -> CallWork | None:
     """Run a call now, or return its Work at once. A rank that is no member is warned, as by torch.
 
-    Inputs are watched, unless the call itself writes into their memory.
+    Inputs are watched, unless the call itself writes into their memory. What is no list of tensors
+    the call itself refuses. The Work's results are the outputs, if no others are given.
     """
     if is_outside(name, group):
         return None
     state = group_state(group)
-    usable = [x for x in outputs if isinstance(x, torch.Tensor) and is_dense(x)]
-    given = [x for x in inputs if isinstance(x, torch.Tensor) and is_dense(x)]
+    written = _tensors_of(outputs)
+    usable, given = list(filter(is_dense, written)), list(filter(is_dense, _tensors_of(inputs)))
     is_queued = async_op or state.worker is not None  # it may be, behind other calls
     # Empty ones keep the memory alive, and do not see it change.
     kept = [x.data.as_strided((0,), (1,)) for x in usable if is_queued]
     for x in given if is_queued else ():
-        written = any(overlap(x, output) for output in usable)
-        kept.append(x.data.as_strided((0,), (1,)) if written else x)
+        is_written = any(overlap(x, output) for output in usable)
+        kept.append(x.data.as_strided((0,), (1,)) if is_written else x)
     handle = launch(state, name, lambda: run(state), inputs=kept, async_op=async_op)
-    return CallWork(handle, usable) if async_op else None
+    return CallWork(handle, written if results is None else results) if async_op else None
+
+
+def _tensors_of(listed: Any) -> list[torch.Tensor]:
+    given = listed if isinstance(listed, list | tuple) else ()
+    return [x for x in given if isinstance(x, torch.Tensor)]
 
 
 def is_outside(name: str, group: Any) -> bool:
