@@ -1,9 +1,12 @@
 """Writing into given tensors: only what is in the view, and only where that is well defined."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
+from comm_collectives.collectives import drop_in
 from comm_collectives.collectives.drop_in.in_place import (
     check_apart,
     extent,
@@ -11,6 +14,7 @@ from comm_collectives.collectives.drop_in.in_place import (
     overlap,
     write,
 )
+from ranktest import run_ranks
 
 _LAYOUTS = {
     "contiguous": ((3, 4), (4, 1)),
@@ -74,3 +78,18 @@ def test_marking_counts_as_a_change_also_of_views() -> None:
     assert x._version == before + 1
     with torch.inference_mode():
         mark_written(torch.zeros(1))
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_conjugated_and_negated_outputs_get_what_was_sent(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.tensor([1 + rank * 1j, 2])
+        memory = torch.zeros(4, dtype=x.dtype)
+        drop_in.all_gather_into_tensor(view(memory), x)
+        assert torch.equal(view(memory), torch.tensor([1, 2, 1 + 1j, 2]))
+        drop_in.all_to_all_single(view(memory[:2]), x)
+        assert torch.equal(view(memory[:2]), torch.tensor([1, 1 + 1j]) if rank == 0 else x * 0 + 2)
+
+    run_ranks(fn, 2)

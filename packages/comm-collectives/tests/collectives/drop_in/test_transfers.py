@@ -7,7 +7,7 @@ import torch.distributed as dist
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
 from comm_collectives.collectives import drop_in
 from comm_collectives.collectives.drop_in.in_place import write
-from comm_collectives.errors import MismatchError
+from comm_collectives.errors import CommTypeError, MismatchError
 from ranktest import run_ranks
 
 _LARGE = 5000
@@ -126,8 +126,13 @@ def test_tensors_that_differ_are_named_by_the_receiver() -> None:
                     drop_in.recv(room, 0)
         with pytest.raises(ValueError, match="dst=7 is not one of the global ranks"):
             drop_in.send(torch.ones(1), 7)
-        with pytest.raises(ValueError, match=r"tag=-1 must be at least 0"):
-            drop_in.recv(torch.ones(1), 0, tag=-1)
+        for tag in -1, 1 << 63:
+            with pytest.raises(ValueError, match=f"tag={tag} must be at least 0 and below"):
+                drop_in.recv(torch.ones(1), 0, tag=tag)
+        with pytest.raises(CommTypeError, match="tag='a' is a str"):
+            drop_in.isend(torch.ones(1), 1 - rank, tag="a")  # type: ignore[arg-type]
+        with pytest.raises(CommTypeError, match="src='0' is a str"):
+            drop_in.irecv(torch.ones(1), group_src="0")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="may share memory"):
             drop_in.recv(torch.ones(1).expand(3), 0)
 
@@ -146,5 +151,17 @@ def test_a_transfer_to_oneself_is_refused_by_name() -> None:
         else:
             assert drop_in.recv(x, 1) == 1
             assert x.tolist() == [2, 2]
+
+    run_ranks(fn, 2)
+
+
+def test_what_is_sent_may_share_memory_inside() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        if rank == 0:
+            drop_in.send(torch.tensor([7.0]).expand(3), 1)
+        else:
+            x = torch.zeros(3)
+            drop_in.recv(x, 0)
+            assert x.tolist() == [7, 7, 7]
 
     run_ranks(fn, 2)

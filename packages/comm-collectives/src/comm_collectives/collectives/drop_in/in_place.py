@@ -43,6 +43,12 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.device == b.device and start_a < end_b and start_b < end_a
 
 
+def takes_bytes(output: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether the bytes of a result may arrive in an output itself, while `x` is read."""
+    has_bits = output.is_conj() or output.is_neg()
+    return output.is_contiguous() and not has_bits and not overlap(output, x)
+
+
 def check_apart(x: torch.Tensor, name: str) -> None:
     """Check that each element of a tensor to be written has memory of its own.
 

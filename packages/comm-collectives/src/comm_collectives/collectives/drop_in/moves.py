@@ -13,7 +13,7 @@ import torch
 
 from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, new_tensor
 from comm_collectives.call import Agreed, Checks, Refusal, pack_counts
-from comm_collectives.call.groups import GroupState, wire_device_argument
+from comm_collectives.call.groups import GroupState, check_integer, wire_device_argument
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import compare_splits, swap
 from comm_collectives.collectives.drop_in.in_place import check_apart, write
@@ -98,13 +98,13 @@ def rank_of(
             f"{name}={root} and group_{name}={group_root}; give one of them: {name} is a global "
             f"rank, group_{name} one inside the group"
         )
-    found = group_root
+    given, found = root if group_root is None else group_root, group_root
+    check_integer(given, name)
     if root is not None:
         found = state.ranks.index(root) if root in state.ranks else None
     if found is None or not 0 <= found < state.size:
         raise CommValueError(
-            f"{name}={root if group_root is None else group_root} is not one of the global ranks "
-            f"{state.ranks} of the group"
+            f"{name}={given} is not one of the global ranks {state.ranks} of the group"
         )
     return found
 

@@ -31,7 +31,7 @@ from comm_collectives.collectives import (
 from comm_collectives.collectives.drop_in.in_place import (
     check_written,
     mark_written,
-    overlap,
+    takes_bytes,
     write,
 )
 from comm_collectives.collectives.drop_in.moves import rank_of, rows_of
@@ -111,7 +111,7 @@ def all_gather_into_tensor(
         with Checks() as checks:
             check_output(output_tensor, input_tensor, times(state.size, "output", "input"))
             room = new_tensor(output_tensor.shape, output_tensor.dtype, output_tensor.device)
-            if output_tensor.is_contiguous() and not overlap(output_tensor, input_tensor):
+            if takes_bytes(output_tensor, input_tensor):
                 room = output_tensor.detach()
             room = room.view(state.size * len(x), *x.shape[1:])
         name = "all_gather_into_tensor"
@@ -220,7 +220,7 @@ def _all_to_all(
         sent, received = both_splits(output, input, output_splits, input_splits, state.size)
     call = checks.call(state, "all_to_all_single")
     x = dense(input)
-    fits = output.is_contiguous() and not overlap(output, x)
+    fits = takes_bytes(output, x)
     room = output.detach() if fits else new_tensor(output.shape, output.dtype, output.device)
 
     def checked_room(agreed: Agreed) -> torch.Tensor:

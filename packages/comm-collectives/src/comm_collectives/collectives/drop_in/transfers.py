@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import as_bytes, dense, from_bytes
+from comm_collectives.base import as_bytes, check_dense, dense, from_bytes
 from comm_collectives.base.transport import Pending
-from comm_collectives.call.groups import Group, GroupState, group_state
+from comm_collectives.call.groups import Group, GroupState, check_integer, group_state
 from comm_collectives.call.handles import Awaiting, Worker, launch_on
 from comm_collectives.call.pairs import ANY_RANK, Lane, Message, SendHandle, Transfer
 from comm_collectives.collectives.drop_in.in_place import check_written, write
@@ -84,7 +84,8 @@ def isend(
     if is_outside("isend", group):
         return None
     state = group_state(group)
-    _check_transfer(tensor, tag)
+    check_dense(tensor, "tensor")
+    _check_tag(tag)
     peer = _peer(state, "dst", dst, group_dst)
     if state.transport_type(tensor.device) == "cpu":
         lane = Lane.of(state, uses=True)
@@ -159,10 +160,10 @@ def recv(
     return state.ranks[_receiving(tensor, state, (src, group_src), tag, None)()]
 
 
-def _check_transfer(tensor: torch.Tensor, tag: int) -> None:
-    check_written(tensor)
-    if tag < 0:
-        raise CommValueError(f"tag={tag} must be at least 0")
+def _check_tag(tag: int) -> None:
+    check_integer(tag, "tag")
+    if not 0 <= tag < 1 << 63:
+        raise CommValueError(f"tag={tag} must be at least 0 and below 2**63")
 
 
 def _peer(state: GroupState, name: str, peer: int | None, group_peer: int | None) -> int:
@@ -188,7 +189,8 @@ def _receiving(
     awaiting: Awaiting | None,
 ) -> Callable[[], int]:
     """Begin to receive, in the order of the calls; return what ends it and says who sent."""
-    _check_transfer(tensor, tag)
+    check_written(tensor)
+    _check_tag(tag)
     source = ANY_RANK if src == (None, None) else _peer(state, "src", *src)
     if state.transport_type(tensor.device) != "cpu":
         flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
