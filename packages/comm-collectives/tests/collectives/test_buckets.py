@@ -58,6 +58,16 @@ def test_leaves_that_require_gradients_are_reduced_without_a_graph() -> None:
     run_ranks(fn, 2)
 
 
+def test_tensors_of_inference_mode_are_reduced_outside_of_it() -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        with torch.inference_mode():
+            x = torch.full((2,), rank + 1.0)
+        reduce_in_buckets([x])
+        return x.tolist()
+
+    assert run_ranks(fn, 2) == [[3.0, 3.0]] * 2
+
+
 def test_empty_list_on_every_rank_is_fine_and_on_one_rank_is_named() -> None:
     def fn(rank: int, world_size: int) -> None:
         reduce_in_buckets([])
@@ -95,6 +105,7 @@ def _not_a_tensor() -> object:
         (_not_a_list, {}, TypeError, "give a list of tensors"),
         (_not_a_tensor, {}, TypeError, r"tensors\[1\] is a str"),
         (_twice, {}, ValueError, "occurs twice"),
+        (lambda: [torch.ones(1).expand(2)], {}, ValueError, r"of tensors\[0\] may share memory"),
         (list, {"bucket_bytes": 0}, ValueError, "bucket_bytes=0"),
         (list, {"bucket_bytes": "8"}, TypeError, "bucket_bytes='8'"),
         (lambda: [torch.ones(2)], {"op": "mean"}, ValueError, "op='mean'"),

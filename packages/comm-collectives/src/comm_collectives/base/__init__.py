@@ -6,6 +6,7 @@ May import: no other room.
 from comm_collectives.base.wire import DTYPES as DTYPES
 from comm_collectives.base.wire import as_bytes as as_bytes
 from comm_collectives.base.wire import bytes_of as bytes_of
+from comm_collectives.base.wire import check_apart as check_apart
 from comm_collectives.base.wire import check_dense as check_dense
 from comm_collectives.base.wire import check_tensors as check_tensors
 from comm_collectives.base.wire import dense as dense

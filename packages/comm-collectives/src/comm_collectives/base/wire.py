@@ -19,7 +19,7 @@ from comm_collectives._torch_private import (
     is_traceable_wrapper_subclass,
     is_transformed,
 )
-from comm_collectives.errors import CommTypeError
+from comm_collectives.errors import CommTypeError, CommValueError
 
 # The number under which a dtype is named in headers. Append only: both ends must agree.
 _NAMES = """
@@ -96,6 +96,23 @@ def check_tensors(tensors: object, *, are_used: bool = True) -> Sequence[torch.T
     for i, tensor in enumerate(tensors):
         check_dense(tensor, f"tensors[{i}]", is_used=are_used)
     return tensors
+
+
+def check_apart(x: torch.Tensor, name: str) -> None:
+    """Check that each element of a tensor to be written has memory of its own.
+
+    Raises:
+        ValueError: it has not.
+    """
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and x.numel():
+            if stride <= reach:
+                raise CommValueError(
+                    f"elements of {name} may share memory (shape {list(x.shape)}, strides "
+                    f"{list(x.stride())}); give {name}.contiguous() and copy from it"
+                )
+            reach += stride * (size - 1)
 
 
 def is_dense(x: object) -> TypeGuard[torch.Tensor]:

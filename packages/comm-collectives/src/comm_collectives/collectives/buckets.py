@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import check_tensors
+from comm_collectives.base import check_apart, check_tensors
 from comm_collectives.call.groups import Group, check_integer, group_state
 from comm_collectives.call.handles import launch
 from comm_collectives.collectives.reduction import all_reduce_call, check_op
@@ -66,7 +66,7 @@ def reduce_in_buckets(
 
             reduced = launch(state, "all_reduce", run, inputs=[flat], async_op=False)
             for tensor, part in zip(bucket, unpack(reduced, bucket), strict=True):
-                tensor.copy_(part)
+                tensor.detach().copy_(part)  # of inference mode too
 
 
 def fill_buckets(tensors: Iterable[T], bucket_bytes: int) -> list[list[T]]:
@@ -105,7 +105,8 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 def _check_tensors(tensors: Sequence[torch.Tensor], op: str) -> None:
     check_tensors(tensors)
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
         check_op(tensor.dtype, op)
+        check_apart(tensor, f"tensors[{i}]")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise CommValueError("a tensor occurs twice; give each one once")

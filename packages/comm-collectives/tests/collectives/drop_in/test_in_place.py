@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from comm_collectives.base.wire import DTYPES, as_bytes, dense
+from comm_collectives.base.wire import DTYPES, as_bytes, check_apart, dense
 from comm_collectives.collectives import drop_in
 from comm_collectives.collectives.drop_in.in_place import (
-    check_apart,
     extent,
     mark_written,
     overlap,

@@ -1,13 +1,12 @@
 """Writing a result into a tensor that the user gave: any strides, and memory shared with the input.
 
-check_apart(output, "output")
+check_written(output, "output")
 write(output, y)                 # nothing outside the view is touched
 """
 
 import torch
 
-from comm_collectives.base import check_dense
-from comm_collectives.errors import CommValueError
+from comm_collectives.base import check_apart, check_dense
 
 # What torch cannot copy between strides, or not without a warning, as integers of its size.
 _INTEGERS_OF = {torch.complex32: torch.int32, torch.float4_e2m1fn_x2: torch.uint8}
@@ -47,23 +46,6 @@ def takes_bytes(output: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether the bytes of a result may arrive in an output itself, while `x` is read."""
     has_bits = output.is_conj() or output.is_neg()
     return output.is_contiguous() and not has_bits and not overlap(output, x)
-
-
-def check_apart(x: torch.Tensor, name: str) -> None:
-    """Check that each element of a tensor to be written has memory of its own.
-
-    Raises:
-        ValueError: it has not.
-    """
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and x.numel():
-            if stride <= reach:
-                raise CommValueError(
-                    f"elements of {name} may share memory (shape {list(x.shape)}, strides "
-                    f"{list(x.stride())}); give {name}.contiguous() and copy from it"
-                )
-            reach += stride * (size - 1)
 
 
 def check_written(tensor: torch.Tensor, name: str = "tensor") -> None:

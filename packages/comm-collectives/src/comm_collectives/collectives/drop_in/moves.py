@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, new_tensor
+from comm_collectives.base import as_bytes, check_apart, check_dense, dense, from_bytes, new_tensor
 from comm_collectives.call import Agreed, Checks, Refusal, pack_counts
 from comm_collectives.call.groups import GroupState, check_integer, wire_device_argument
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import compare_splits, swap
-from comm_collectives.collectives.drop_in.in_place import check_apart, write
+from comm_collectives.collectives.drop_in.in_place import write
 from comm_collectives.errors import CommTypeError, CommValueError
 
 

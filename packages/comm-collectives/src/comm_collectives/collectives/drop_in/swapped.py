@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from comm_collectives.base import check_dense
+from comm_collectives.base import check_apart, check_dense
 from comm_collectives.collectives import checked_splits
-from comm_collectives.collectives.drop_in.in_place import check_apart
 from comm_collectives.errors import CommTypeError, CommValueError
 
 
