@@ -6,6 +6,7 @@ from torch import nn
 
 import comm_collectives as cc
 from comm_collectives.collectives.overlap import overlap_gradients
+from comm_collectives.errors import CommTypeError
 from ranktest import run_ranks
 
 
@@ -124,6 +125,13 @@ def test_mistakes_are_refused_before_anything_is_sent() -> None:
             overlap_gradients([weight], bucket_bytes=0)
         with pytest.raises(ValueError, match="op='max'"):
             overlap_gradients([weight], op="max")
+        for dtype in torch.int32, torch.complex64, "float32":
+            with pytest.raises(CommTypeError, match="holds no gradients of"):
+                overlap_gradients([weight], op="sum", dtype=dtype)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"gradient_of returns shape \[3\] for a parameter"):
+            overlap_gradients([weight], gradient_of=lambda p: torch.ones(3))
+        with pytest.raises(CommTypeError, match="what gradient_of returns is a NoneType"):
+            overlap_gradients([weight], gradient_of=lambda p: p.grad)  # type: ignore[arg-type, return-value]
         reducer = overlap_gradients([weight])
         with reducer, pytest.raises(ValueError, match="already open"):
             reducer.__enter__()
@@ -173,8 +181,22 @@ def test_what_is_complete_is_only_said_inside_the_block_and_of_gradients_kept_el
         told = overlap_gradients([weight], op="sum", gradient_of=lambda p: torch.ones(2))
         with pytest.raises(ValueError, match="not reduced outside the block"):
             told.ready(weight)
+        with pytest.raises(ValueError, match="none of those that the reducer was given"), told:
+            told.ready(nn.Parameter(torch.zeros(2)))
         with pytest.raises(ValueError, match="once a block"), told:
             told.ready(weight)
             told.ready(weight)
+
+    run_ranks(fn, 1)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        table = nn.Embedding(3, 2, sparse=True)
+        with (
+            pytest.raises(CommTypeError, match="a gradient has layout"),
+            overlap_gradients(table.parameters()),
+        ):
+            table(torch.tensor([1])).sum().backward()
 
     run_ranks(fn, 1)

@@ -29,7 +29,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import check_tensors
+from comm_collectives.base import check_dense, check_tensors
 from comm_collectives.call.groups import Group, check_timeout, group_state
 from comm_collectives.call.handles import Handle
 from comm_collectives.call.signature import CallSite, current_site, use_site
@@ -70,7 +70,8 @@ def overlap_gradients(
 
     Raises:
         ValueError: no parameter needs a gradient, one occurs twice, or an argument is out of range.
-        TypeError: an item is no tensor, or the op is not defined for a dtype.
+        TypeError: an item is no tensor, the op is not defined for a dtype, or `dtype` holds no such
+            gradients.
     """
     group_state(group)  # a group of which this rank is no member is a mistake here and now
     check_timeout(timeout_s)
@@ -104,9 +105,27 @@ def _as_it_travels(
     gradient_of: Callable[[torch.nn.Parameter], torch.Tensor] | None,
     dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """A tensor without memory, of the shape and dtype of what is sent for a parameter."""
-    kept = param.dtype if gradient_of is None else gradient_of(param).dtype
-    return torch.empty_like(param, dtype=dtype or kept, device="meta")
+    """A tensor without memory, of the shape and dtype of what is sent for a parameter.
+
+    Raises:
+        ValueError, TypeError: what `gradient_of` returns, or `dtype`, holds no gradient of it.
+    """
+    grad = param if gradient_of is None else gradient_of(param)
+    check_dense(grad, "what gradient_of returns")
+    if grad.shape != param.shape:
+        raise CommValueError(
+            f"gradient_of returns shape {list(grad.shape)} for a parameter of {list(param.shape)}"
+        )
+    sent = dtype or grad.dtype
+    if not isinstance(sent, torch.dtype) or _kind(sent) != _kind(grad.dtype):
+        raise CommTypeError(
+            f"dtype={dtype!r} holds no gradients of {grad.dtype}; give one that does"
+        )
+    return torch.empty_like(param, dtype=sent, device="meta")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
 
 
 @final
@@ -132,6 +151,8 @@ class _Bucket:
         if self._gradient_of is not None:
             return pack([self._gradient_of(p).to(self._dtype) for p in self.params])
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        for grad in grads:
+            check_dense(grad, "a gradient")
         there = torch.tensor([p.grad is not None for p in self.params])
         return pack([t.to(grads[0].device, self._dtype) for t in (*grads, there)])
 
@@ -139,7 +160,7 @@ class _Bucket:
         """Store what came back, except where no rank had a gradient."""
         if self._gradient_of is not None:
             for param, grad in zip(self.params, unpack(flat, self.params), strict=True):
-                self._gradient_of(param).copy_(grad)
+                self._gradient_of(param).detach().copy_(grad)
             return
         packed, there = flat.tensor_split([-len(self.params)])
         grads = unpack(packed, self.params)
@@ -149,7 +170,7 @@ class _Bucket:
             if param.grad is None:
                 param.grad = grad.to(param.dtype, copy=True)
             else:
-                param.grad.copy_(grad)
+                param.grad.detach().copy_(grad)
 
 
 @final
@@ -217,7 +238,8 @@ class GradientOverlap(AbstractContextManager["GradientOverlap"]):
         Not collective. Those for which nobody says so are complete when the block is left.
 
         Raises:
-            ValueError: no block is open, gradients are observed, or it is said a second time.
+            ValueError: no block is open, gradients are observed, the parameter is none of the given
+                ones, or it is said a second time.
         """
         if self._observes or self._site is None:
             told = "observed as it comes" if self._observes else "not reduced outside the block"
@@ -225,6 +247,8 @@ class GradientOverlap(AbstractContextManager["GradientOverlap"]):
                 f"the gradient is {told}; call ready inside the block, of a reducer that was given "
                 "gradient_of"
             )
+        if id(param) not in self._bucket_of:
+            raise CommValueError("the parameter is none of those that the reducer was given")
         self._on_gradient(param)
 
     def _on_gradient(self, param: torch.Tensor) -> None:
