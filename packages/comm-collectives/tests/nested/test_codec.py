@@ -55,6 +55,15 @@ class Mode(enum.Flag):
     BOTH = 3
 
 
+class Hiding:
+    __slots__ = "hidden"
+
+
+@dataclasses.dataclass(slots=True)
+class Shown(Hiding):
+    shown: int
+
+
 class Row(Point):
     pass
 
@@ -94,6 +103,7 @@ def test_ugly_scalars_survive() -> None:
     got = _copy([*texts, *numbers])
     assert got[:4] == texts
     assert got[4] == numbers[0]  # not compared as text, which Python limits
+    assert len(_copy(np.bytes_(b"a\0"))) == len(_copy(np.str_("a\0"))) == 2
     assert [repr(x) for x in got[5:]] == [repr(x) for x in numbers[1:]]
 
 
@@ -109,6 +119,7 @@ def test_ugly_scalars_survive() -> None:
         [Colour.RED, Mode.READ, Mode.BOTH, Mode(0), Mode.READ | Mode.WRITE],
         [np.float64(1.5), np.float32("nan"), np.int8(-3), np.bool_(True), np.uint64(2**64 - 1)],
         [np.str_("é"), np.bytes_(b"ab"), np.datetime64("2020-01-01"), np.complex64(1 - 2j)],
+        [np.str_(""), np.bytes_(b""), np.bytes_(b"a\0b\0"), np.str_("\ud800"), np.str_("\0")],
     ],
 )
 def test_what_states_hold_besides_tensors_survives(value: object) -> None:
@@ -240,6 +251,8 @@ class Marked(torch.Tensor):
         ({Point(x=object()): 1}, r"obj key\.x is a object"),
         ([_extra()], r"obj\[0\] has the attribute note, which is no field of Computed"),
         (_row(), "obj has the attribute note"),
+        ([Shown(1)], r"obj\[0\]: slots of Shown are no fields and would be lost: \['hidden'\]"),
+        ([torch.nn.Parameter(torch.empty((), device="meta"))], r"obj\[0\].data has layout"),
     ],
 )
 def test_unsupported_parts_are_named_by_their_path(value: object, match: str) -> None:

@@ -283,7 +283,14 @@ def _numpy_scalar(dtype: str, data: str) -> Any:
             f"a numpy scalar of dtype {dtype} came, and numpy is not imported on this rank; import "
             "it on every rank, or send .item()"
         )
-    return numpy.frombuffer(bytes.fromhex(data), dtype=dtype)[0]
+    kind, raw = numpy.dtype(dtype), bytes.fromhex(data)
+    if kind.kind == "S":  # of strings numpy drops zeros at the end, and reads none without bytes
+        return numpy.bytes_(raw[: kind.itemsize])
+    if kind.kind == "U":
+        return numpy.str_(
+            raw[: kind.itemsize].decode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")
+        )
+    return numpy.frombuffer(raw, dtype=kind)[0]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -306,6 +313,8 @@ _SCALARS: dict[str, Any] = {
 
 
 def _step(parent: Any, child: object) -> str:
+    if isinstance(parent, torch.Tensor):
+        return ".data"  # of a Parameter
     if isinstance(parent, dict):
         for key, value in parent.items():
             if value is child:
@@ -338,6 +347,13 @@ def _problem_of(kind: type) -> str | None:
         found = _find_class(kind.__module__, kind.__qualname__)
         if dataclasses.is_dataclass(kind):
             object.__new__(kind)
+            slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+            named = {name for part in slots for name in ([part] if type(part) is str else part)}
+            lost = named - {"__dict__", "__weakref__", *_fields_of(kind)}
+            if lost:
+                return (
+                    f"slots of {kind.__qualname__} are no fields and would be lost: {sorted(lost)}"
+                )
     except TypeError as error:
         return str(error)
     return None if found is kind else f"another class bears the name {kind.__qualname__}"
