@@ -73,8 +73,8 @@ class Call:
         self.name = name
         self.arguments = arguments
         self.timeout_s = timeout_s
-        self.compares_site = compares_site
         self.site = current_site() if site is None else site
+        self.compares_site = compares_site and self.site.is_compared
         self.number = state.next_call()
         self.step = self.transfers = 0  # exchanges so far, and those of the device
         self.is_noted = False  # in the history

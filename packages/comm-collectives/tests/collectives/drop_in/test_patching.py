@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import comm_collectives as cc
 from comm_collectives._torch_private import backends_may_be_python
@@ -137,5 +138,26 @@ def test_calls_that_torch_gathers_have_ended_when_its_manager_was_waited_for() -
             with distributed_c10d._coalescing_manager(group):
                 dist.all_reduce(z, dist.ReduceOp.SUM, group)
             assert z.tolist() == [2, 2]
+
+    run_ranks(fn, 2)
+
+
+def test_programs_of_torch_and_barriers_come_from_several_lines() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        with drop_in.patched_torch():
+            stage = PipelineStage(torch.nn.Linear(3, 3), rank, world_size, torch.device("cpu"))
+            schedule = ScheduleGPipe(stage, 2)
+            if rank == 0:  # as torch's own documentation has it
+                schedule.step(torch.ones(4, 3))
+                dist.barrier()
+            else:
+                assert schedule.step().shape == (4, 3)
+                dist.barrier()
+            with pytest.raises(MismatchError, match="call site differs"):
+                if rank == 0:
+                    dist.all_reduce(torch.ones(1))
+                else:
+                    dist.all_reduce(torch.ones(1))
 
     run_ranks(fn, 2)

@@ -10,4 +10,5 @@ from comm_collectives.call.signature.call_signature import Status as Status
 from comm_collectives.call.signature.callsite import CallSite as CallSite
 from comm_collectives.call.signature.callsite import call_site as call_site
 from comm_collectives.call.signature.callsite import current_site as current_site
+from comm_collectives.call.signature.callsite import site_in_torch as site_in_torch
 from comm_collectives.call.signature.callsite import use_site as use_site

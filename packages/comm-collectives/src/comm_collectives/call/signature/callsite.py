@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,15 +31,20 @@ class CallSite:
     """A place in the user's program as text, and as the number that travels.
 
     One that the user has named is compared for every call, also for those that rightly stand in
-    two lines, such as a broadcast.
+    two lines, such as a broadcast; one from which torch's own programs call is never.
     """
 
     text: str
     word: int
     is_named: bool = False
+    is_compared: bool = True
 
 
 _NAMED: ContextVar[CallSite | None] = ContextVar("comm_collectives_call_site", default=None)
+# Where torch's collectives of objects are made of others, for the program that calls them.
+_API = {
+    os.path.join(_INSIDE[1], "distributed", f"{n}.py") for n in ("distributed_c10d", "c10d_logger")
+}
 # Walking the stack is cheap only if each file and each line is looked at once. Code objects would
 # not do as keys: they are equal if all but the name of their file is.
 _IS_INSIDE: dict[str, bool] = {}
@@ -88,6 +93,18 @@ def current_site() -> CallSite:
         path = "/".join(key[0].replace(os.sep, "/").split("/")[-2:])
         site = _SITES[key] = _site(f"{path}:{frame.f_lineno}")
     return site
+
+
+def site_in_torch() -> CallSite | None:
+    """Return where the user is, if it is torch's own program that calls the function that asks.
+
+    Pipelines and joins of torch call from several lines, on behalf of several lines of the user.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename in _API:
+        frame = frame.f_back
+    site = current_site() if _is_inside(frame.f_code.co_filename) else None
+    return None if site is None or site.is_named else replace(site, is_compared=False)
 
 
 def _site(text: str, *, is_named: bool = False) -> CallSite:

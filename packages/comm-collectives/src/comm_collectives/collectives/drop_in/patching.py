@@ -10,7 +10,7 @@ recurses.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, final
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from comm_collectives._torch_private import graph_break, is_coalescing, wants_raw_torch
+from comm_collectives.call.signature import site_in_torch, use_site
 from comm_collectives.collectives.drop_in import lists, reductions, torch_order, transfers
 
 _MODULES: tuple[Any, ...] = (dist, distributed_c10d)
@@ -99,7 +100,8 @@ def patched_torch() -> Iterator[None]:
     import all_reduce`), methods of a ProcessGroup (as of DistributedDataParallel's reducer),
     `monitored_barrier` and functional collectives stay torch's, and so do calls of a group whose
     calls torch gathers: in its `_coalescing_manager`, which then waits for all of them, and in
-    `batch_isend_irecv` on devices.
+    `batch_isend_irecv` on devices. `P2POp` takes `isend` and `irecv` as they are called inside.
+    Calls that torch's own programs make (pipelines, `join`) are not compared by the user's line.
     """
     _PATCHES.add()
     try:
@@ -113,6 +115,8 @@ def _standing_in(ours: Callable[..., Any], original: Callable[..., Any]) -> Call
     @wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         is_torchs = wants_raw_torch() or is_coalescing(original, *args, **kwargs)
-        return (original if is_torchs else ours)(*args, **kwargs)
+        site = None if is_torchs else site_in_torch()
+        with nullcontext() if site is None else use_site(site):
+            return (original if is_torchs else ours)(*args, **kwargs)
 
     return stand_in

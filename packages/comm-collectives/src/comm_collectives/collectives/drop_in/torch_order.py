@@ -138,7 +138,7 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | None = None,
 ) -> CallWork | None:
-    """Wait until all ranks of the group are here. Collective.
+    """Wait until all ranks of the group are here. Collective; they may come from several lines.
 
     Args:
         group: None is the default group.
@@ -158,7 +158,7 @@ def barrier(
                 raise CommTypeError(f"timeout={timeout!r}; give a datetime.timedelta, or None")
             timeout_s = None if timeout is None else timeout.total_seconds()
         try:
-            checks.call(state, "barrier", timeout_s).meet()
+            checks.call(state, "barrier", timeout_s, compares_site=False).meet()
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(
                 f"{error}; give a longer timeout to barrier if ranks may be late by more"
