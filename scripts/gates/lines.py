@@ -91,6 +91,8 @@ LINES_ADDED = {
     # changes of layout keep; the job's own clock, from the command on; mixtures that are gone on
     # with; keys without effect, told. Data without a target, figures of no token, indexes of files
     # that change, halves of characters.
+    # Jobs that finish as they are stopped, full disks at the end of one, metrics of another run,
+    # checkpoints of later steps than a resume's; ranks that do not meet.
     "moe-train": 14_085
     + 90
     + 200
@@ -111,7 +113,8 @@ LINES_ADDED = {
     + 240
     + 150
     + 700
-    + 72,
+    + 72
+    + 80,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

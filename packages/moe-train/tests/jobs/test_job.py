@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,20 @@ def test_a_job_goes_on_from_the_named_checkpoint_in_a_folder_of_its_own(
     assert read_state(tmp_path / "run/checkpoint-3").consumed_samples == 36
 
 
+def test_a_resume_behind_other_checkpoints_of_its_folder_says_what_becomes_of_them(
+    configure: Configure, trained_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "again"
+    shutil.copytree(trained_run, out)
+    config = configure(f"train.output_dir={out}", "checkpoint.save_total_limit=9")
+    resumed(config, str(out / "checkpoint-2"))
+    for resume, is_told in ((out / "checkpoint-2", True), (out, False)):
+        caplog.clear()
+        check(replace(config, train=replace(config.train, max_steps=6)), str(resume))
+        told = f"{out} holds checkpoint-4, of later steps than {out}/checkpoint-2: until this run"
+        assert (told in caplog.text) == is_told
+
+
 def test_layers_for_further_tokens_may_be_trained_from_a_resume_on(
     configure: Configure, tmp_path: Path, of_family: Callable[[str], Any]
 ) -> None:
@@ -273,12 +288,16 @@ def test_keys_that_do_nothing_without_another_one_are_told_or_refused(
 ) -> None:
     keys = ["train.loss_spike_window=8", "train.max_skipped_steps=2", "checkpoint.node_copies=2"]
     keys += ["checkpoint.ema_interval_steps=5", "checkpoint.node_interval_steps=7"]
+    keys += ["optimizer.decay_steps=60", "optimizer.min_lr_ratio=0.5"]
+    keys += ['optimizer.wsd_decay_style="linear"', "optimizer.muon_momentum=0.5"]
     keys += ['moe.token_drop_policy="position"', "moe.expert_bias_update_rate=0.01"]
-    check(configure(*keys, "optimizer.warmup_steps=50"), "")
+    others = ["optimizer.decay=constant", "optimizer.warmup_steps=50", "parallel.relayout=4: dp=1"]
+    check(configure(*keys, *others), "")
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     for key in keys:
         (line,) = (line for line in told if f"{key} does nothing without" in line)
     assert line.endswith("without moe.update_expert_bias=true")
+    assert any("relayout=['4: dp=1'] is past the last step, train.max_steps=4" in x for x in told)
     assert any("warmup_steps=50 are more than train.max_steps=" in line for line in told)
     with pytest.raises(ValueError, match='on_loss_spike="skip" leaves out no update without'):
         configure("train.on_loss_spike=skip")

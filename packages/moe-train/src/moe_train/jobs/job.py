@@ -48,7 +48,7 @@ from moe_train.training import (
 from moe_train.training.memory import RankMemory
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.files.storage import Location, as_target
-from unified_ckpt.folders import check_steps_free, numbered_checkpoints
+from unified_ckpt.folders import check_steps_free, is_complete, numbered_checkpoints, step_of
 from unified_ckpt.plans.checkpoint import Checkpoint, is_stored
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
         return None
     try:  # all that is compared with the job is of one checkpoint
         with Checkpoint(source) as checkpoint:
+            if resume != "latest":
+                _warn_of_later(folder, source)
             _check_job(config, model, source, allow_change)
             if not checkpoint.opened.leads_here():
                 raise checkpoint.replaced()
@@ -112,6 +114,17 @@ def _check_job(
     if source is not None:
         _check_steps(config, folder, source)
         _check_changes(config, model, prepared, source, allow_change)
+
+
+def _warn_of_later(folder: Path | Location, source: Path | Location) -> None:
+    """Say which checkpoints of the folder a run that goes on from a named one leaves behind it."""
+    step = read_state(source).step
+    later = [p.name for p in numbered_checkpoints(folder) if step_of(p) > step and is_complete(p)]
+    if later:
+        text = "warning: %s holds %s, of later steps than %s: until this run is past them --resume "
+        text += "goes on from those, and of its own checkpoints only the last one is kept; move "
+        text += "them away, or set another train.output_dir"
+        logger.warning(text, folder, ", ".join(reversed(later)), source)
 
 
 def has_begun(config: Config) -> bool:
@@ -316,7 +329,13 @@ def _idle_keys(config: Config, device: torch.device) -> Iterator[str]:
 def _idle_beside(config: Config) -> Iterator[str]:
     """A line for each key that is not at its default and has no effect without another one."""
     train, moe, checkpoint = config.train, config.moe, config.checkpoint
+    optimizer, falls = config.optimizer, config.optimizer.decay != "constant"
+    muon = "muon" in (optimizer.name, *(group.algorithm for group in config.param_groups))
     needs = (
+        (optimizer, "decay_steps", falls, "a decay"),
+        (optimizer, "min_lr_ratio", falls, "a decay"),
+        (optimizer, "wsd_decay_style", optimizer.decay == "wsd", 'optimizer.decay="wsd"'),
+        (optimizer, "muon_momentum", muon, 'optimizer.name="muon"'),
         (train, "loss_spike_window", train.loss_spike_threshold, "train.loss_spike_threshold"),
         (train, "max_skipped_steps", train.on_loss_spike == "skip", 'train.on_loss_spike="skip"'),
         (moe, "token_drop_policy", moe.capacity_factor, "moe.capacity_factor"),
@@ -329,6 +348,9 @@ def _idle_beside(config: Config) -> Iterator[str]:
         value = getattr(table, name)
         if not other and value != table.__dataclass_fields__[name].default:
             yield f"{table.table}.{name}={json.dumps(value)} does nothing without {named}"
+    late = [text for text in config.parallel.relayout if int(text.split(":")[0]) >= train.max_steps]
+    if late:
+        yield f"parallel.relayout={late} is past the last step, train.max_steps={train.max_steps}"
     if config.optimizer.warmup_steps > config.train.max_steps:
         yield (
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} are more than "
