@@ -44,6 +44,7 @@ def run(argv, context):
         if context.stop_requested:
             time.sleep(600 if what == "stuck save" else 1.0)
             (folder / f"saved-{rank}").write_text(f"{step} {next(iter(context.signals.seen)).name}")
+            context.is_finished = what == "last step"
             break
         time.sleep(0.02)
         if step == 5 and rank == victim:
@@ -218,6 +219,17 @@ def test_stop_request_lets_ranks_save(ranks: Ranks) -> None:
     assert ranks.saved() == ["saved-0", "saved-1"]
     assert signal.getsignal(signal.SIGTERM) is before
     ranks.check_nothing_left()
+
+
+def test_a_stop_request_in_the_last_step_leaves_a_finished_job(ranks: Ranks) -> None:
+    def stop() -> None:
+        ranks.wait_for_step(3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = meanwhile(stop)
+    assert run_local(2, "a_test_job", ranks.argv("last step")) is None
+    thread.join()
+    assert ranks.saved() == ["saved-0", "saved-1"]
 
 
 def test_stop_request_while_ranks_start_is_not_lost(ranks: Ranks) -> None:

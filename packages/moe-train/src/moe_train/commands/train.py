@@ -173,7 +173,7 @@ def _train_as_rank(job: _Job, place: RankPlace) -> int:
             leave(1)
         clock = signal.SIGALRM if context.out_of_time else None
         stopped_by = next(iter(context.signals.seen), clock)
-        if stopped_by is None or context.step >= config.train.max_steps:
+        if stopped_by is None or context.is_finished:
             return 0
         if folder is not None:
             folder.end(_why(stopped_by))

@@ -73,7 +73,7 @@ def run_local(
         started_s: when the command was given, on the monotonic clock; None: now.
 
     Returns:
-        The signal on which the ranks saved and stopped, or None when they ran to the end; SIGALRM
+        The signal on which the ranks saved and stopped, or None when they came to the end; SIGALRM
         where a rank did so for the sake of the job's own time limit.
 
     Raises:
@@ -138,12 +138,11 @@ class _Supervisor:
             )
         if failed:
             raise RankFailedError(self._report(failed))
-        return self._stop_signal or (signal.SIGALRM if self._is_out_of_time() else None)
-
-    def _is_out_of_time(self) -> bool:
-        """Whether a rank has ended since the job's time was over."""
         done = (rank_file(self._run_dir, rank, "done") for rank in range(self._world_size))
-        return any(file.read_text() for file in done)
+        outcomes = {file.read_text() for file in done}
+        if outcomes == {"finished"}:  # a signal came in the last step or later
+            return None
+        return self._stop_signal or (signal.SIGALRM if "out of time" in outcomes else None)
 
     def _start(self, port: int) -> None:
         size = self._world_size

@@ -29,17 +29,24 @@ class RankContext:
     Attributes:
         started_s: when the job began, on the monotonic clock; of a command, when that was given.
         out_of_time: whether the job has saved and ended for the sake of its own time limit.
+        is_finished: whether it came to its end, whatever else it was asked for then.
     """
 
     signals: SignalWatch = field(default_factory=lambda: SignalWatch(()))
     step: int = 0
     out_of_time: bool = False
+    is_finished: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
     @property
     def age_s(self) -> float:
         """Seconds since the job began on this rank."""
         return time.monotonic() - self.started_s
+
+    @property
+    def outcome(self) -> str:
+        """What a rank says of a job that has ended without an error."""
+        return "finished" if self.is_finished else "out of time" if self.out_of_time else ""
 
     @property
     def stop_requested(self) -> bool:
@@ -86,7 +93,7 @@ class RankJob:
 
 def rank_file(run_dir: Path, rank: int, kind: str) -> Path:
     """The file in which a rank says that it is ready for signals (`pid`), that its job ran to its
-    end (`done`, with a text if it was out of time), or why it failed (`error.json`).
+    end (`done`, with `RankContext.outcome`), or why it failed (`error.json`).
     """
     return run_dir / f"rank-{rank}.{kind}"
 

@@ -43,7 +43,7 @@ def run_launched(run_dir: Path) -> int:
     except RankJobError as failure:
         write_atomic(rank_file(run_dir, rank, "error.json"), json.dumps(asdict(failure.error)))
         return 1
-    write_atomic(rank_file(run_dir, rank, "done"), "out of time" if context.out_of_time else "")
+    write_atomic(rank_file(run_dir, rank, "done"), context.outcome)
     return 0
 
 

@@ -253,7 +253,7 @@ class TrainingLoop:
                 if self.saver.is_due_on_nodes(step):
                     self.saver.save_on_nodes(self._state())
             self.saver.look()
-            context.out_of_time = stopping and is_over and not last
+            context.is_finished, context.out_of_time = last, stopping and is_over and not last
             if context.out_of_time and self.reporter is not None:
                 logger.info("train.exit_duration_minutes ends the job after step %d", step)
             if stopping or last or step == until or result.relayout_requested:
