@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,3 +75,36 @@ def test_checkpoints_that_came_since_the_check_are_not_mixed_with(
     ):
         pass
     assert [path.name for path in (tmp_path / "run").iterdir()].count("run.json") == 0
+
+
+def test_a_folder_that_takes_no_more_does_not_hide_how_the_run_ended(
+    configure: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    with (
+        pytest.raises(KeyError, match="expert 7"),
+        run_folder(configure(), None, command="moe-train train job.toml"),
+    ):
+        shutil.rmtree(out)
+        out.write_text("a file")
+        raise KeyError("expert 7")
+    assert "warning: run.json does not say how the run ended: " in caplog.text
+
+
+def test_a_new_run_does_not_take_away_the_metrics_of_another_one(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    log = f"log.dir={tmp_path / 'log'}"
+    with run_folder(configure(log), None, command=""):
+        metrics = tmp_path / "log" / "metrics.jsonl"
+        metrics.write_text('{"step": 1}\n')
+    with run_folder(configure(log), None, command=""):
+        pass  # the same run, begun anew
+    other = configure(log, f"train.output_dir={tmp_path / 'other'}")
+    with (
+        pytest.raises(ValueError, match=r"log.dir=\S+ holds the metrics of a run with another"),
+        run_folder(other, None, command=""),
+    ):
+        pass
+    with run_folder(other, tmp_path / "run" / "checkpoint-1", command=""):
+        pass  # goes on with them

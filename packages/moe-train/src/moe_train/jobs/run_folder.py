@@ -4,6 +4,7 @@ with run_folder(config, source, command="moe-train train job.toml") as folder:
     folder.ended = "stopped by SIGTERM after saving"     # else: "finished", or the error
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ import torch
 from moe_train.cache import claimed
 from moe_train.config import Config, dump_toml
 from moe_train.early_checks import check_run_folders
+from moe_train.errors import TrainValueError
 from moe_train.parallel import choose_device
-from moe_train.report import RunRecord
+from moe_train.report import METRICS_FILE, RunRecord
 from moe_train.training import LayoutRequests
 from unified_ckpt.files.storage import Location
 
 LOCK_FILE = "run.lock"
 RESOLVED_FILE = "config.resolved.toml"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +43,10 @@ class RunFolder:
     def end(self, reason: str) -> None:
         """Write down how the run ended; what is said first stands."""
         if not self.has_ended:
-            self.record.end(reason)
+            try:
+                self.record.end(reason)
+            except OSError as error:  # what the run itself has to say comes first
+                logger.warning("warning: run.json does not say how the run ended: %s", error)
         self.has_ended = True
 
 
@@ -57,6 +64,7 @@ def run_folder(
 
     Raises:
         BlockingIOError: another job is in the folder.
+        TrainValueError: `log.dir` is that of a run with other checkpoints.
         ValueError: another job has left checkpoints there since the folder was checked.
     """
     folder = config.log_folder
@@ -71,6 +79,8 @@ def run_folder(
         # Before the file by which others find the job: what is asked from now on is asked of it.
         LayoutRequests(folder).forget()
         resolved = folder / RESOLVED_FILE
+        if source is None and config.log.dir is not None:
+            _check_metrics(config, resolved)
         resolved.write_text(dump_toml(config), encoding="utf-8")
         record = RunRecord(folder, _facts(config, source, command))
         held = RunFolder(resolved=resolved, record=record)
@@ -80,6 +90,17 @@ def run_folder(
             held.end(f"failed: {str(error).strip() or type(error).__name__}")
             raise
         held.end("finished")
+
+
+def _check_metrics(config: Config, resolved: Path) -> None:
+    """Refuse to begin anew where the metrics of a run with other checkpoints lie (ValueError)."""
+    metrics = resolved.with_name(METRICS_FILE)
+    place = next(line for line in dump_toml(config).splitlines() if line.startswith("output_dir"))
+    if metrics.exists() and resolved.exists() and place not in resolved.read_text("utf-8"):
+        raise TrainValueError(
+            f"log.dir={config.log.dir} holds the metrics of a run with another train.output_dir, "
+            f"which would be lost; choose another folder, or move {metrics} away"
+        )
 
 
 def _facts(config: Config, source: Path | Location | None, command: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 May import: data, errors.
 """
 
+from moe_train.report.metrics import METRICS_FILE as METRICS_FILE
 from moe_train.report.metrics import MetricsLog as MetricsLog
 from moe_train.report.phases import phase as phase
 from moe_train.report.plots import write_plots as write_plots
