@@ -162,6 +162,8 @@ def test_torchrun_with_another_number_of_ranks_is_refused(
     job.write_text(JOB)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert main(["train", str(job), "parallel.pp=2"]) == 2
     line = capsys.readouterr().err
     assert "WORLD_SIZE=3" in line and "start 2 ranks" in line
@@ -183,3 +185,12 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
         assert main(["plan", str(job)]) == 1
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_is_no_number_is_said_and_not_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "job.toml"]) == 2
+    assert "the environment has RANK='x'; expected a whole number" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from comm_collectives.call.groups import group_state
 from moe_train.config import Config
+from moe_train.errors import MoeTrainError
 from moe_train.parallel import choose_device, make_mesh, own_group, start
 from ranktest import collect_ranks, run_ranks
 
@@ -210,3 +212,16 @@ def test_too_few_cards_are_refused_where_cards_are_asked_for(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     with pytest.raises(ValueError, match="4 ranks on this machine but 2 CUDA devices; start fewer"):
         choose_device("cuda", 4)
+
+
+def test_ranks_that_do_not_meet_are_told_where_and_why(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**place, "MASTER_PORT": str(taken.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(MoeTrainError, match=r"do not meet at 127.0.0.1:\d+ .*already in use"):
+            start(configure("parallel.timeout_s=5"))

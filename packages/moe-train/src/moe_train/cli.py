@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("moe-train: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError, OSError, MoeTrainError, CheckpointError) as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun one of the ranks says it
+        rank = os.environ.get("RANK", "0")
+        if not rank.isdecimal() or not int(rank):  # under torchrun one of the ranks says it
             print(f"moe-train: {' '.join(str(error).split())}", file=sys.stderr)
         return _EXIT_USER_ERROR
 

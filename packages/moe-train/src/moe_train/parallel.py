@@ -23,7 +23,7 @@ from comm_collectives import AgreementPolicy, set_agreement
 from mesh_spmd import ProcessMesh
 from moe_pipeline import make_pipeline_groups
 from moe_train.config import Config, ParallelConfig
-from moe_train.errors import TrainValueError
+from moe_train.errors import MoeTrainError, TrainValueError
 from moe_train.model.parallel import ALONE, WHOLE, PositionCut, TensorParallel
 
 AXES = ("pp", "dp", "ep")
@@ -203,15 +203,14 @@ def join(config: ParallelConfig, wanted_device: str, *, is_alone: bool = False) 
 
     Raises:
         ValueError: the number of ranks is not pp x dp x ep.
+        MoeTrainError: the ranks do not meet.
     """
     device = choose_device(wanted_device)
     timeout = timedelta(seconds=config.timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        is_cuda = device.type == "cuda"
-        backend, bound = ("cpu:gloo,cuda:nccl", device) if is_cuda else ("gloo", None)
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        _meet(device, timeout)
     mesh = make_mesh(config)
     _check_ranks(config, dist.get_world_size())
     rank = dist.get_rank()
@@ -253,6 +252,21 @@ def join(config: ParallelConfig, wanted_device: str, *, is_alone: bool = False) 
         cut=cut_of(config, rank % (config.cp * config.tp)),
         is_alone=is_alone,
     )
+
+
+def _meet(device: torch.device, timeout: timedelta) -> None:
+    """Make the group of all ranks. Collective over them."""
+    is_cuda = device.type == "cuda"
+    backend, bound = ("cpu:gloo,cuda:nccl", device) if is_cuda else ("gloo", None)
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise MoeTrainError(
+            f"the ranks do not meet at {at} (parallel.timeout_s={timeout.total_seconds():g}): "
+            f"{str(error).splitlines()[0]}; start all of them, with MASTER_ADDR the host of rank 0 "
+            "and MASTER_PORT free there"
+        ) from error
 
 
 def _check_ranks(config: ParallelConfig, num_ranks: int) -> None:

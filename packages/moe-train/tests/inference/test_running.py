@@ -63,6 +63,8 @@ def test_another_number_of_started_ranks_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     job = GenerateJob(
         checkpoint=str(trained_run / "checkpoint-2"), record={"prompt": "a"}, model=STAGES
     )

@@ -17,6 +17,7 @@ SRUN = {
     "SLURM_STEP_NODELIST": "node[09-10]",
     "SLURM_JOB_NODELIST": "node[08-10]",
 }
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node08", "MASTER_PORT": "29500"}
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -97,7 +98,7 @@ def test_an_empty_environment_is_no_rank() -> None:
 
 
 def test_torchrun_counts_before_srun_and_keeps_its_variables() -> None:
-    place = find_place({**SRUN, "RANK": "2", "WORLD_SIZE": "4"})
+    place = find_place({**SRUN, **TORCHRUN})
     assert place is not None and place.started_by == "torchrun"
     assert place.variables() == {"RANK": "2", "WORLD_SIZE": "4"}
 
@@ -126,3 +127,16 @@ def test_mpirun_over_machines_needs_an_address() -> None:
 def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(TrainValueError, match="SLURM_PROCID='five'; expected a whole number"):
         find_place({**SRUN, "SLURM_PROCID": "five"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"MASTER_ADDR": ""}, "lacks MASTER_ADDR or MASTER_PORT; start ranks by torchrun"),
+        ({"MASTER_PORT": "first"}, "MASTER_PORT='first'; expected a whole number"),
+        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4; ranks count from 0"),
+    ],
+)
+def test_what_torchrun_would_not_set_is_named(changed: dict[str, str], told: str) -> None:
+    with pytest.raises(TrainValueError, match=told):
+        find_place({**TORCHRUN, **changed})

@@ -69,16 +69,31 @@ def find_place(variables: Mapping[str, str]) -> RankPlace | None:
         ValueError: a variable cannot be read, or the address of rank 0 is not known.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
-        return RankPlace(
-            started_by="torchrun",
-            remedy="torchrun --nnodes=M --nproc-per-node=N with M * N = {}",
-            rank=_number(variables, "RANK"),
-            world_size=_number(variables, "WORLD_SIZE"),
-        )
+        return _torchrun_place(variables)
     for names in _MPI:
         if all(name in variables for name in names):
             return _mpi_place(variables, names)
     return _slurm_place(variables)
+
+
+def _torchrun_place(variables: Mapping[str, str]) -> RankPlace:
+    rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+    if rank >= world_size:
+        raise TrainValueError(
+            f"the environment has RANK={rank} of WORLD_SIZE={world_size}; ranks count from 0"
+        )
+    if not variables.get("MASTER_ADDR") or "MASTER_PORT" not in variables:
+        raise TrainValueError(
+            "the environment has RANK and WORLD_SIZE, as of a rank that torchrun has started, and "
+            "lacks MASTER_ADDR or MASTER_PORT; start ranks by torchrun, or unset RANK"
+        )
+    _number(variables, "MASTER_PORT")
+    return RankPlace(
+        started_by="torchrun",
+        remedy="torchrun --nnodes=M --nproc-per-node=N with M * N = {}",
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def expand_hosts(text: str) -> list[str]:
