@@ -101,6 +101,9 @@ def test_home_is_expanded(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.max_steps", "override 'train.max_steps' is not of the form table.key=value"),
         ("log.interval=3", "unknown key log.interval; did you mean log.interval_steps?"),
         ("train.max_steps=0", "train.max_steps=0 is too small; it must be at least 1"),
+        (f"train.max_steps=1{400 * '0'}", "train.max_steps=1000"),
+        (f"optimizer.lr=1{400 * '0'}", "optimizer.lr=1000"),
+        ("parallel.timeout_s=1e300", "parallel.timeout_s=1e+300 is too large; it must be at most"),
     ],
 )
 def test_bad_override_names_the_nearest_key(job: Path, override: str, message: str) -> None:
@@ -227,3 +230,8 @@ def test_a_mistaken_group_is_refused(job: Path, text: str, message: str) -> None
     job.write_text(MINIMAL + text)
     with pytest.raises(ValueError, match=message):
         load_config(job)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_job(job: Path) -> None:
+    job.write_text(MINIMAL, encoding="utf-8-sig")
+    assert load_config(job).train.max_steps == 10

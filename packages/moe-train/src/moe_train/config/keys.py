@@ -12,6 +12,7 @@ that may be left out without a default has the type `... | None`, and None when 
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -142,7 +143,7 @@ def _checked(info: KeyInfo, value: Any) -> Any:
     if value == "":
         remedy = "give a value" if info.required else "give a value, or leave the key out"
         raise TrainValueError(f"{info.full_name} is empty; {remedy}")
-    if info.kind is float:
+    if info.kind is float and abs(value) <= sys.float_info.max:
         value = float(value)
     if info.kind in (int, float):
         _check_range(info, value)
@@ -151,7 +152,9 @@ def _checked(info: KeyInfo, value: Any) -> Any:
 
 def _check_range(info: KeyInfo, value: float) -> None:
     fault = ""
-    if not math.isfinite(value) and value != info.maximum:
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        fault = "is too large for a number"
+    elif not math.isfinite(value) and value != info.maximum:
         fault = "is not a finite number"
     elif info.minimum is not None and value < info.minimum:
         fault = f"is too small; it must be at least {info.minimum}"

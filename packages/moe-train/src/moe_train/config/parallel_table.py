@@ -160,6 +160,7 @@ class ParallelConfig(Table):
         unit="seconds",
         default=120.0,
         above=0,
+        maximum=1e9,
         on_resume="free",
     )
     expert_parts: tuple[str, ...] = key(

@@ -127,8 +127,7 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         raise MissingFileError(f"config file {path} does not exist")
     try:
-        with path.open("rb") as stream:
-            parsed = tomllib.load(stream)
+        parsed = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrainValueError(f"config file {path} is not valid TOML: {error}") from error
     if path.name == OWN_TOML and (path.parent / STATE_FILE).exists():
