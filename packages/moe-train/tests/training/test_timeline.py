@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 from xml.etree import ElementTree
 
 from moe_train.config import Config
@@ -39,3 +40,18 @@ def test_a_step_is_drawn_with_the_time_that_its_ranks_wait(
     titles = [e for e in ElementTree.parse(drawn).iter() if e.tag.endswith("title")]
     microbatches = config.train.gradient_accumulation_steps
     assert len(titles) == 2 * 2 * 3 * microbatches
+
+
+def test_a_picture_that_cannot_be_written_does_not_end_the_run(
+    configure: Callable[..., Config], random_batches: Callable[..., list[Batch]], tmp_path: Path
+) -> None:
+    config = configure("parallel.pp=2")
+
+    def run(*_: int) -> dict[str, float]:
+        parallel = start(config)
+        runner = build_runner(config, read_model_config(config), parallel, {})[0]
+        picture = Timeline(parallel)
+        runner.train(random_batches(config, 0, 0, 1), lr=1e-3, times=picture.times)
+        return picture.finish(runner.executor.schedule, tmp_path)  # a folder
+
+    assert all(0 < figures["pipeline_bubble"] < 1 for figures in run_ranks(run, 2))

@@ -9,6 +9,7 @@ times that the stages took.
     figures = picture.finish(schedule, folder / TIMELINE_FILE)
 """
 
+import logging
 from pathlib import Path
 from typing import final
 
@@ -23,6 +24,8 @@ from moe_train.parallel import Parallel
 TIMELINE_FILE = "schedule.svg"
 TIMED_STEP = 3
 """Of the steps that a process runs."""
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -45,5 +48,8 @@ class Timeline:
         simulated = simulate(schedule, found.costs()).bubble
         if self._parallel.rank == 0:
             note = f", {100 * simulated:.1f} % simulated with the stages' own times"
-            path.write_text(to_svg(schedule, found=found, note=note), encoding="utf-8")
+            try:
+                path.write_text(to_svg(schedule, found=found, note=note), encoding="utf-8")
+            except OSError as error:  # a full disk must not end what can still be trained
+                logger.warning("warning: the step is not drawn: %s", error)
         return {"pipeline_bubble": found.bubble, "simulated_bubble": simulated}
