@@ -48,16 +48,7 @@ LINES_ADDED = {
     # The matrix on devices. Failures of the simulation itself.
     # Tensors without memory or inside transforms, and forked children, which ended or misled ranks.
     # Wrong lists, limits, gradients and slots refused by name; calls of torch's own programs.
-    "comm-collectives": 1_105
-    + 370
-    - 240
-    + 46
-    + 205
-    + 40
-    + 153
-    + 40
-    + 5
-    + 230,
+    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 40 + 5 + 230,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -114,7 +105,7 @@ LINES_ADDED = {
     + 150
     + 700
     + 72
-    + 80,
+    + 95,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -176,7 +167,7 @@ LINES_ADDED = {
     # What config.json says of single layers, in merges by passthrough; adapters that changed their
     # model at the beginning.
     # Options of merges and adapters that are of another type, or that nothing reads, refused;
-    # layers that are not the decoder's; buffers under other names.
+    # layers that are not the decoder's; buffers under other names; what no cast touches.
     "weight-convert": 1_670
     + 1_000
     + 950
@@ -189,7 +180,7 @@ LINES_ADDED = {
     + 720
     + 250
     + 300
-    + 150,
+    + 168,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
@@ -203,7 +194,9 @@ LINES_ADDED = {
     # A shared expert of which ranks have parts.
     # Failed steps under torch's schedules that leave nothing, every dtype on NCCL.
     # Caps that only a loop keeps; files that are checked before they are forecast.
-    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20 + 20 + 115 + 75 + 40 + 65 + 182,
+    # Split graphs asked for other gradients; states of what recompute gets by keyword; types of
+    # switches, costs and scopes.
+    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20 + 20 + 115 + 75 + 40 + 65 + 240,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of
@@ -224,7 +217,8 @@ LINES_ADDED = {
     # values are stored; extra states of modules; tensors without plain memory.
     # Checkpoints of torch DCP written and read by commands, piece by piece. What was saved to a
     # store's URL on disk is read by path; snapshots and savers that end with an error. Exports of
-    # what was skipped; a tier that is newer than what is whole in storage.
+    # what was skipped; a tier that is newer than what is whole in storage. Readers that have seen
+    # enough of a command's output, here and in the other commands.
     "unified-ckpt": 820
     + 120
     + 600
@@ -242,7 +236,7 @@ LINES_ADDED = {
     + 160
     + 75
     + 270
-    + 40,
+    + 52,
 }
 
 # Why comm-collectives has 17,000 lines outside checking/ and simulation/, where 10,500 were asked
