@@ -200,3 +200,22 @@ def test_sparse_gradients_are_refused_by_name() -> None:
             table(torch.tensor([1])).sum().backward()
 
     run_ranks(fn, 1)
+
+
+def test_parameters_may_be_without_memory_between_steps() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        model, plain = _model(), _model()
+        values = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.untyped_storage().resize_(0)  # as FSDP frees them
+        reducer = overlap_gradients(model.parameters(), op="sum", bucket_bytes=100)
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.untyped_storage().resize_(value.nbytes)
+            p.detach().copy_(value)
+        with reducer:
+            model(_input(rank)).square().sum().backward()
+        plain(_input(rank)).square().sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, cc.all_reduce(q.grad, op="sum"))
+
+    run_ranks(fn, 2)

@@ -111,7 +111,7 @@ def _as_it_travels(
         ValueError, TypeError: what `gradient_of` returns, or `dtype`, holds no gradient of it.
     """
     grad = param if gradient_of is None else gradient_of(param)
-    check_dense(grad, "what gradient_of returns")
+    check_dense(grad, "what gradient_of returns", is_used=False)
     if grad.shape != param.shape:
         raise CommValueError(
             f"gradient_of returns shape {list(grad.shape)} for a parameter of {list(param.shape)}"
