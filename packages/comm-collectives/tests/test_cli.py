@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,3 +92,12 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
         assert main(["plan", *SIZES]) == 1
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_of_the_program_itself_that_breaks_is_not_taken_for_its_output(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise BrokenPipeError(32, 'a socket')")
+    done = _run("run", str(script))
+    assert done.returncode == 1 and "BrokenPipeError: [Errno 32] a socket" in done.stderr

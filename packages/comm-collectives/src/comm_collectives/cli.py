@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,10 +16,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
         return 1
     return status
+
+
+def _is_unread() -> bool:
+    """Whether the reader of our output, such as `head`, has seen enough; if so, drop the rest."""
+    poll, output = select.poll(), sys.stdout.fileno()
+    poll.register(output, 0)
+    return bool(poll.poll(0)) and os.dup2(os.open(os.devnull, os.O_WRONLY), output) == output
 
 
 def _parser() -> argparse.ArgumentParser:

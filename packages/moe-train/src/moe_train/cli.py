@@ -10,6 +10,7 @@ program keeps its traceback.
 import argparse
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -51,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = command(arguments)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except RankFailedError as error:
         print(f"moe-train: {error}", file=sys.stderr)
         return _EXIT_FAILED
@@ -64,10 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("moe-train: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError, OSError, MoeTrainError, CheckpointError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 1
         rank = os.environ.get("RANK", "0")
         if not rank.isdecimal() or not int(rank):  # under torchrun one of the ranks says it
             print(f"moe-train: {' '.join(str(error).split())}", file=sys.stderr)
         return _EXIT_USER_ERROR
+
+
+def _is_unread() -> bool:
+    """Whether the reader of our output, such as `head`, has seen enough; if so, drop the rest."""
+    poll, output = select.poll(), sys.stdout.fileno()
+    poll.register(output, 0)
+    return bool(poll.poll(0)) and os.dup2(os.open(os.devnull, os.O_WRONLY), output) == output
 
 
 def _parser() -> argparse.ArgumentParser:

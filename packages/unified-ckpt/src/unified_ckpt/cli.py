@@ -14,6 +14,7 @@ unified-ckpt recovery --nodes 8 --copies 1 --tier-steps 10 --storage-steps 500
 import argparse
 import math
 import os
+import select
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,13 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (CheckpointError, OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 1
         print(f"unified-ckpt: {error}", file=sys.stderr)
         return 2
     return status
+
+
+def _is_unread() -> bool:
+    """Whether the reader of our output, such as `head`, has seen enough; if so, drop the rest."""
+    poll, output = select.poll(), sys.stdout.fileno()
+    poll.register(output, 0)
+    return bool(poll.poll(0)) and os.dup2(os.open(os.devnull, os.O_WRONLY), output) == output
 
 
 def _parser() -> argparse.ArgumentParser:

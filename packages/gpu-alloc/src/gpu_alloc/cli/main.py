@@ -9,6 +9,7 @@ Invariant: exit status 0 means done, 1 that the trace ran out of memory, 2 that 
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -53,16 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (AllocError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 1
         said = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             said = f"{error.filename}: {error.strerror}"
         print(f"gpu-alloc: {said}", file=sys.stderr)
         return 2
     return status
+
+
+def _is_unread() -> bool:
+    """Whether the reader of our output, such as `head`, has seen enough; if so, drop the rest."""
+    poll, output = select.poll(), sys.stdout.fileno()
+    poll.register(output, 0)
+    return bool(poll.poll(0)) and os.dup2(os.open(os.devnull, os.O_WRONLY), output) == output
 
 
 if __name__ == "__main__":
