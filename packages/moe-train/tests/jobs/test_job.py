@@ -138,6 +138,9 @@ def test_a_resume_without_a_checkpoint_is_refused(configure: Configure, tmp_path
     none = f"--resume: {tmp_path}/run holds no complete checkpoint; start without --resume"
     with pytest.raises(ValueError, match=f"^{re.escape(none)}"):
         check(config, "latest")
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"checkpoint; move checkpoint-2 away and start without"):
+        check(config, "latest")
     message = "--resume nowhere: no such folder; name a checkpoint-N folder"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check(config, "nowhere")

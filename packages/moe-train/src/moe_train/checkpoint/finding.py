@@ -9,13 +9,20 @@ from typing import overload
 
 from moe_train.errors import TrainValueError
 from unified_ckpt.files.storage import Location, as_target
-from unified_ckpt.folders import checked_checkpoints
+from unified_ckpt.folders import checked_checkpoints, numbered_checkpoints
 from unified_ckpt.plans.checkpoint import is_stored
 
-NOTHING_TO_RESUME = "--resume: {} holds no complete checkpoint; start without --resume, or name one"
-"""The message for a folder without one."""
-
 logger = logging.getLogger(__name__)
+
+
+def nothing_to_resume(folder: Path | Location) -> TrainValueError:
+    """The error for a folder without a complete checkpoint; names incomplete ones."""
+    left = ", ".join(path.name for path in numbered_checkpoints(folder))
+    first = f"move {left} away and " if left else ""
+    return TrainValueError(
+        f"--resume: {folder} holds no complete checkpoint; {first}start without --resume, or name "
+        "one"
+    )
 
 
 def find_checkpoint(folder: Path | Location, resume: str) -> Path | Location | None:
@@ -32,7 +39,7 @@ def find_checkpoint(folder: Path | Location, resume: str) -> Path | Location | N
         return _named(as_target("--resume", resume))
     found = newest_checkpoint(folder)
     if found is None:
-        raise TrainValueError(NOTHING_TO_RESUME.format(folder))
+        raise nothing_to_resume(folder)
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_train.checkpoint.background import BackgroundSaves, averaged_part
-from moe_train.checkpoint.finding import NOTHING_TO_RESUME
+from moe_train.checkpoint.finding import nothing_to_resume
 from moe_train.checkpoint.former_random_state import restore_former_random_state
 from moe_train.checkpoint.moments import (
     LOSSY,
@@ -259,7 +259,7 @@ class Checkpointer:
         except CheckpointError as error:
             raise TrainValueError(_UNREADABLE.format(self.folder, error)) from error
         if found is None:
-            raise TrainValueError(NOTHING_TO_RESUME.format(self.folder))
+            raise nothing_to_resume(self.folder)
         return found[1]
 
     def _resume_stored(self) -> tuple[Path | Location, TrainerState] | None:
