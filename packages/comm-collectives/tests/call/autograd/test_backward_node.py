@@ -576,9 +576,9 @@ def test_graphs_that_were_dropped_keep_no_data_of_their_calls() -> None:
         x = torch.ones(1 << 18, requires_grad=True)
         cc.all_reduce(x, op="max")
         before = resident_bytes()
-        for _ in range(60):  # whose backward needs what was the largest, where it runs
+        for _ in range(200):  # whose backward needs what was the largest, where it runs
             cc.all_reduce(x, op="max")
         gc.collect()
         return resident_bytes() - before
 
-    assert max(run_ranks(fn, 2)) < 20 * (1 << 20)
+    assert max(run_ranks(fn, 2)) < 60 * (1 << 20)
