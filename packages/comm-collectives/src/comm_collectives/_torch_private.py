@@ -21,13 +21,14 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch.distributed.distributed_c10d import _get_default_store, _world, default_pg_timeout
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import is_lazy as is_lazy
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+
+is_zerotensor = torch._is_zerotensor  # without elements, as autograd's zeros can be
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WANTS_RAW: ContextVar[bool] = ContextVar("comm_collectives_wants_raw", default=False)
@@ -56,20 +57,6 @@ def raw_torch(fn: F) -> F:
             _WANTS_RAW.reset(token)
 
     return run  # type: ignore[return-value]
-
-
-def is_transformed(x: torch.Tensor) -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, goes on with a tensor."""
-    if is_functorch_wrapped_tensor(x):
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-
-
-def has_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor's elements are anywhere: not those of a freed storage or a lazy module."""
-    if is_lazy(x) or x._is_zerotensor():
-        return False
-    return x.untyped_storage().nbytes() > 0 or not x.numel()
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from comm_collectives._torch_private import (
-    has_memory,
+    is_functorch_wrapped_tensor,
+    is_lazy,
     is_traceable_wrapper_subclass,
-    is_transformed,
+    is_zerotensor,
 )
 from comm_collectives.errors import CommTypeError, CommValueError
 
@@ -71,12 +73,13 @@ def check_dense(x: object, name: str, *, is_used: bool = True) -> None:
             f"{name} has layout {x.layout} on device {x.device}; give a dense tensor with data"
         )
     dtype_code(x.dtype)
-    if is_transformed(x):
+    if is_functorch_wrapped_tensor(x) or unpack_dual(x).tangent is not None:
         raise CommTypeError(
             f"{name} is inside a transform of torch.func or forward-mode differentiation, which "
             "no call here follows; call outside of it"
         )
-    if is_used and not has_memory(x):
+    lacks_data = is_lazy(x) or is_zerotensor(x)
+    if is_used and (lacks_data or (x.numel() and not x.untyped_storage().nbytes())):
         raise CommTypeError(
             f"{name} has no memory: it was freed, as FSDP does with parameters, or is a lazy "
             "module's that has not run; give a tensor with data"

@@ -115,8 +115,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if size is None:
             return "no manifest"
         end = bytearray(min(32, size))
-        with self.opened.open(MANIFEST_NAME) as file:
-            read_at(file, [memoryview(end)], size - len(end))
+        try:
+            with self.opened.open(MANIFEST_NAME) as file:
+                read_at(file, [memoryview(end)], size - len(end))
+        except CorruptCheckpointError as error:  # asked for behind the opening, it may be gone
+            if not self.opened.leads_here():
+                raise self.replaced() from error
+            raise
         return f"{size} {end.hex()}"
 
     def holds(self, name: str) -> bool:
