@@ -13,6 +13,8 @@ from unified_ckpt.errors import (
     LoadError,
     ReplacedCheckpointError,
 )
+from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.plans.checkpoint.directory import Checkpoint
 
 
 def flip(path: Path) -> None:
@@ -60,6 +62,40 @@ def test_ranks_of_a_group_read_the_same_checkpoint_while_it_is_overwritten(tmp_p
 
     first, second, _ = run_ranks(fn, 3, timeout_s=300)
     assert first == second and max(first) > 0, first
+
+
+def test_a_checkpoint_that_is_replaced_between_opening_and_comparing_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = Checkpoint.identity, list[str]()
+
+    def write(value: float) -> None:
+        alone = dist.new_group([0])
+        state = {"model": {"w": torch.full((4,), value)}}
+        save(state, checkpoint_id=tmp_path / "c", group=alone)
+
+    def identity(checkpoint: Checkpoint) -> str:
+        size_of = checkpoint.opened.size
+
+        def size_and_replace(name: str) -> int | None:
+            size = size_of(name)
+            if not seen:
+                seen.append(name)
+                write(2.0)  # and with that the manifest that was found is gone
+            return size
+
+        monkeypatch.setattr(checkpoint.opened, "size", size_and_replace)
+        return real.__get__(checkpoint)
+
+    def fn(rank: int, world_size: int) -> list[float]:
+        write(1.0)
+        monkeypatch.setattr(Checkpoint, "identity", property(identity))
+        state = {"model": {"w": torch.zeros(4)}}
+        load(state, checkpoint_id=tmp_path / "c", options=LoadOptions(group=dist.group.WORLD))
+        assert seen == [MANIFEST_NAME]
+        return state["model"]["w"].tolist()
+
+    assert run_ranks(fn, 1) == [[2.0] * 4]
 
 
 def test_what_one_rank_of_a_group_cannot_load_all_of_it_refuse(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ one of them finds its directory replaced, all begin again with the checkpoint th
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -66,8 +67,11 @@ def _read_once(
     wanted: str | None,
 ) -> _T:
     def open_here() -> tuple[Checkpoint, str]:
-        opened = Checkpoint(checkpoint_id)
-        return opened, opened.identity
+        with ExitStack() as stack:  # an error closes it, or says that it was replaced meanwhile
+            opened = stack.enter_context(Checkpoint(checkpoint_id))
+            identity = opened.identity
+            stack.pop_all()
+        return opened, identity
 
     checkpoint, identity = _on_all(agreement, "open", open_here)
 

@@ -67,22 +67,6 @@ def test_a_checkpoint_that_is_always_replaced_or_removed_is_no_damage(tmp_path: 
         read_checkpoint(place, remove)
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_identified_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = Checkpoint(write(tmp_path, 1))
-    size_of = opened.opened.size
-
-    def size_and_replace(name: str) -> int | None:
-        size = size_of(name)
-        write(tmp_path, 2)  # and with that the manifest that was found is gone
-        return size
-
-    monkeypatch.setattr(opened.opened, "size", size_and_replace)
-    with pytest.raises(ReplacedCheckpointError, match="c was replaced while it was read"), opened:
-        assert opened.identity
-
-
 def test_what_is_read_of_a_replaced_checkpoint_is_good_if_it_is_whole(tmp_path: Path) -> None:
     place = write(tmp_path, 1)
     with Checkpoint(place) as old:
