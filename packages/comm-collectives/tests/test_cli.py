@@ -1,7 +1,6 @@
 """The command line, as a process: what it prints and how it ends."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from comm_collectives.checking.misuse.table import MISUSES
 from comm_collectives.cli import main
+from ranktest import unread_output
 
 SIZES = ["--nodes=10000", "--gpus-per-node=8", "--experts=160000", "--topk=8", "--hidden=7168"]
 
@@ -83,14 +83,10 @@ def test_fuzz_says_how_schedules_ended(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
+    with unread_output():
         assert main(["plan", *SIZES]) == 1
-        monkeypatch.undo()
     assert capsys.readouterr().err == ""
 
 

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ from moe_pipeline.cli import main
 from moe_pipeline.schedules.generators.basic import one_f_one_b
 from moe_pipeline.schedules.generators.dual_pipe import dualpipe
 from moe_pipeline.schedules.views.csv_file import to_csv
+from ranktest import unread_output
 
 
 def test_schedule_prints_the_picture(capsys):
@@ -134,12 +134,8 @@ def test_help_and_schedules_do_not_import_torch():
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
+    with unread_output():
         assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]) == 1
-        monkeypatch.undo()
     assert capsys.readouterr().err == ""

@@ -8,6 +8,7 @@ import pytest
 
 from moe_train.cli import main
 from moe_train.config.tables import all_keys
+from ranktest import unread_output
 
 TINY_MODEL = {
     "model_type": "mixtral",
@@ -173,17 +174,13 @@ def test_torchrun_with_another_number_of_ranks_is_refused(
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.toml"
     job.write_text(JOB)
     (tmp_path / "config.json").write_text(json.dumps(TINY_MODEL))
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
+    with unread_output():
         assert main(["plan", str(job)]) == 1
-        monkeypatch.undo()
     assert capsys.readouterr().err == ""
 
 

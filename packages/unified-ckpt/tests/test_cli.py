@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ranktest import unread_output
 from unified_ckpt import Shard, save
 from unified_ckpt.cli import main
 from unified_ckpt.tiers import NodeTier, TierOptions
@@ -172,12 +172,8 @@ def test_recovery_says_what_lost_nodes_cost(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
+    with unread_output():
         assert main(["recovery", "--nodes", "8", "--tier-steps", "10"]) == 1
-        monkeypatch.undo()
     assert capsys.readouterr().err == ""

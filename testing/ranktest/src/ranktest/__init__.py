@@ -15,6 +15,7 @@ on one thread because OpenMP's pool does not survive a fork. Keep the parent fre
 
 from ranktest.hosts import can_leave_shared_memory, leave_shared_memory
 from ranktest.marks import mark, until_marked
+from ranktest.output import unread_output
 from ranktest.ranks import Outcome, RanksFailedError, collect_ranks, run_ranks
 from ranktest.sockets import more_than_sockets_hold
 
@@ -27,5 +28,6 @@ __all__ = [
     "mark",
     "more_than_sockets_hold",
     "run_ranks",
+    "unread_output",
     "until_marked",
 ]
