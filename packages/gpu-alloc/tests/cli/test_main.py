@@ -163,14 +163,3 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
         assert main(["config"]) == 1
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
-
-
-def test_a_pipe_of_the_script_itself_that_breaks_is_not_taken_for_its_output(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise BrokenPipeError(32, 'a socket')")
-    code = "import sys; from gpu_alloc.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "run", "--on-host", "16MiB", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "a socket" in done.stderr

@@ -129,6 +129,22 @@ def test_options_that_cannot_be_are_refused_before_the_script_begins(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--on-host", "2MiB"], ["--of", "torch", "--of", "cupy"]])
+def test_a_library_that_is_not_installed_is_named(
+    script: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as where it is not installed
+    script.write_text("raise AssertionError('begun')\n")
+    assert main(["run", *options, str(script)]) == 2
+    said = capsys.readouterr().err
+    assert "cupy: not installed in this Python; pip install 'gpu-alloc[cuda13]'" in said or (
+        "torch and cupy: not installed" in said  # where the tests run without either
+    )
+
+
 def test_a_machine_without_a_device_is_named(script: Path) -> None:
     cupy = pytest.importorskip("cupy", reason="the command serves CuPy")
     try:
@@ -147,3 +163,12 @@ def test_a_machine_without_a_device_is_named(script: Path) -> None:
     assert done.returncode == 2
     assert "CuPy cannot be served" in done.stderr
     assert "--on-host SIZE" in done.stderr
+
+
+def test_a_pipe_of_the_script_itself_that_breaks_is_not_taken_for_its_output(script: Path) -> None:
+    pytest.importorskip("cupy", reason="the command serves CuPy")
+    script.write_text("raise BrokenPipeError(32, 'a socket')")
+    code = "import sys; from gpu_alloc.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "run", "--on-host", "16MiB", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "a socket" in done.stderr
