@@ -165,12 +165,14 @@ def _fuzz(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from comm_collectives.checking import run_program
+    from comm_collectives.checking import is_there, run_program
 
     program, *arguments = args.program[args.program[0] == "--" :]
-    if not args.is_module and not os.path.isfile(program):
+    if not is_there(program, is_module=args.is_module):
+        kind = "module" if args.is_module else "script"
         print(
-            f"comm-collectives: there is no script {program!r}; give its path, or -m and a module",
+            f"comm-collectives: there is no {kind} {program!r}; give the path of a script, or -m "
+            "and a module's name",
             file=sys.stderr,
         )
         return 2

@@ -77,6 +77,16 @@ def test_empty_list_on_every_rank_is_fine_and_on_one_rank_is_named() -> None:
     run_ranks(fn, 2)
 
 
+def test_parts_of_one_tensor_that_lie_beside_each_other_are_reduced_once() -> None:
+    def fn(rank: int, world_size: int) -> list[list[float]]:
+        whole, columns = torch.ones(5), torch.ones(2, 2)
+        parts = [whole[2:], whole[:2], whole[5:], columns[:, 0], columns[:, 1]]
+        reduce_in_buckets(parts, bucket_bytes=1)
+        return [whole.tolist(), columns.flatten().tolist()]
+
+    assert run_ranks(fn, 2) == [[[2.0] * 5, [2.0] * 4]] * 2
+
+
 def test_group_of_some_ranks_reduces_over_those() -> None:
     def fn(rank: int, world_size: int) -> float:
         groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2])]
@@ -95,6 +105,11 @@ def _twice() -> object:
     return [torch.ones(2)] * 2
 
 
+def _overlapping() -> object:
+    whole = torch.ones(8)
+    return [whole[6:], torch.ones(2), whole[:7]]
+
+
 def _not_a_tensor() -> object:
     return [torch.ones(2), "x"]
 
@@ -105,6 +120,7 @@ def _not_a_tensor() -> object:
         (_not_a_list, {}, TypeError, "give a list of tensors"),
         (_not_a_tensor, {}, TypeError, r"tensors\[1\] is a str"),
         (_twice, {}, ValueError, "occurs twice"),
+        (_overlapping, {}, ValueError, r"tensors\[0\] and tensors\[2\] share memory"),
         (lambda: [torch.ones(1).expand(2)], {}, ValueError, r"of tensors\[0\] may share memory"),
         (list, {"bucket_bytes": 0}, ValueError, "bucket_bytes=0"),
         (list, {"bucket_bytes": "8"}, TypeError, "bucket_bytes='8'"),

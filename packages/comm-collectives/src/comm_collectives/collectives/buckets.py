@@ -8,6 +8,7 @@ same buckets.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -39,7 +40,7 @@ def reduce_in_buckets(
     the result. A list that is empty on every rank is fine; ranks still compare the call.
 
     Args:
-        tensors: any shapes, strides and dtypes that `all_reduce` takes, each one once.
+        tensors: any shapes, strides and dtypes that `all_reduce` takes, each element once.
         group: None is the default group.
         op: as in `all_reduce`.
         bucket_bytes: the most that a bucket holds; a larger tensor has a bucket of its own.
@@ -110,3 +111,19 @@ def _check_tensors(tensors: Sequence[torch.Tensor], op: str) -> None:
         check_apart(tensor, f"tensors[{i}]")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise CommValueError("a tensor occurs twice; give each one once")
+    _check_disjoint(tensors)
+
+
+def _check_disjoint(tensors: Sequence[torch.Tensor]) -> None:
+    """What two views share would be reduced twice where they are in different buckets."""
+    # Those with gaps may lie between each other's elements, as two columns do.
+    whole = [i for i, tensor in enumerate(tensors) if tensor.numel() and tensor.is_contiguous()]
+    whole.sort(key=lambda i: (str(tensors[i].device), tensors[i].data_ptr()))
+    for one, next_one in pairwise(whole):
+        before, after = tensors[one], tensors[next_one]
+        ends_at = before.data_ptr() + before.nbytes
+        if before.device == after.device and after.data_ptr() < ends_at:
+            first, second = sorted((one, next_one))
+            raise CommValueError(
+                f"tensors[{first}] and tensors[{second}] share memory; give each element once"
+            )

@@ -59,6 +59,7 @@ class _Patches:
         self._lock = threading.Lock()
         self._depth = 0
         self._torchs: list[tuple[Any, str, Any]] = []  # module, name, torch's function
+        self.has_served = False
 
     def add(self) -> None:
         """Replace torch's functions, if they are not yet."""
@@ -92,7 +93,7 @@ _PATCHES = _Patches()
 
 
 @contextmanager
-def patched_torch() -> Iterator[None]:
+def patched_torch() -> Iterator[Callable[[], bool]]:
     """Put this room's functions in place of torch's, in the whole process, until the end.
 
     Not collective, but all ranks of a group have to use the same functions: enter it on all of
@@ -102,10 +103,13 @@ def patched_torch() -> Iterator[None]:
     calls torch gathers: in its `_coalescing_manager`, which then waits for all of them, and in
     `batch_isend_irecv` on devices. `P2POp` takes `isend` and `irecv` as they are called inside.
     Calls that torch's own programs make (pipelines, `join`) are not compared by the user's line.
+
+    Yields:
+        What says whether this room's functions have served any call of this process.
     """
     _PATCHES.add()
     try:
-        yield
+        yield lambda: _PATCHES.has_served
     finally:
         _PATCHES.drop()
 
@@ -115,6 +119,7 @@ def _standing_in(ours: Callable[..., Any], original: Callable[..., Any]) -> Call
     @wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         is_torchs = wants_raw_torch() or is_coalescing(original, *args, **kwargs)
+        _PATCHES.has_served |= not is_torchs
         site = None if is_torchs else site_in_torch()
         with nullcontext() if site is None else use_site(site):
             return (original if is_torchs else ours)(*args, **kwargs)
