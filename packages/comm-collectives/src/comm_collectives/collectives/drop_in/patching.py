@@ -76,6 +76,10 @@ class _Patches:
                 # gate: setattr - the one purpose of this module
                 setattr(*self._torchs.pop())
 
+    def serve(self) -> None:
+        """Note that a call came to this room."""
+        self.has_served = True
+
     def _replace(self) -> None:
         for name in (*_OURS, *_OTHER_NAMES):
             original = getattr(distributed_c10d, name, None)
@@ -119,7 +123,8 @@ def _standing_in(ours: Callable[..., Any], original: Callable[..., Any]) -> Call
     @wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         is_torchs = wants_raw_torch() or is_coalescing(original, *args, **kwargs)
-        _PATCHES.has_served |= not is_torchs
+        if not is_torchs:
+            _PATCHES.serve()
         site = None if is_torchs else site_in_torch()
         with nullcontext() if site is None else use_site(site):
             return (original if is_torchs else ours)(*args, **kwargs)
