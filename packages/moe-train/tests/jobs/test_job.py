@@ -293,7 +293,8 @@ def test_keys_that_do_nothing_without_another_one_are_told_or_refused(
     keys += ["checkpoint.ema_interval_steps=5", "checkpoint.node_interval_steps=7"]
     keys += ["optimizer.decay_steps=60", "optimizer.min_lr_ratio=0.5"]
     keys += ['optimizer.wsd_decay_style="linear"', "optimizer.muon_momentum=0.5"]
-    keys += ['moe.token_drop_policy="position"', "moe.expert_bias_update_rate=0.01"]
+    keys += ['moe.dispatch_route="dedup"', 'moe.token_drop_policy="position"']
+    keys += ["moe.expert_bias_update_rate=0.01"]
     others = ["optimizer.decay=constant", "optimizer.warmup_steps=50", "parallel.relayout=4: dp=1"]
     check(configure(*keys, *others), "")
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -304,6 +305,21 @@ def test_keys_that_do_nothing_without_another_one_are_told_or_refused(
     assert any("warmup_steps=50 are more than train.max_steps=" in line for line in told)
     with pytest.raises(ValueError, match='on_loss_spike="skip" leaves out no update without'):
         configure("train.on_loss_spike=skip")
+
+
+def test_a_group_of_parameters_that_are_all_frozen_is_told(
+    configure: Configure, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [
+        'param_groups.router.parameters=["*.mlp.gate.weight"]',
+        "param_groups.router.lr_ratio=2",
+    ]
+    groups += ['param_groups.norms.parameters=["*norm.weight"]', "param_groups.norms.lr_ratio=0.5"]
+    check(configure(*groups, 'train.trainable=["!*.mlp.gate.weight"]'), "")
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == (
+        "warning: [param_groups.router] does nothing: train.trainable leaves out all it chooses"
+    )
 
 
 def test_what_the_cpu_cannot_do_is_refused_and_what_it_need_not_is_a_line(

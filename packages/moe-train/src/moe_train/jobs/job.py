@@ -4,7 +4,6 @@ source = check(config, resume)     # once, in the launching process; raises for 
 train(config, str(source or ""), context)                                          # on every rank
 """
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from moe_train.early_checks import (
 from moe_train.errors import TrainValueError
 from moe_train.init_source import left_out, readable_weights
 from moe_train.jobs.first_failure import naming_first_failure
+from moe_train.jobs.idle_keys import idle_keys
 from moe_train.jobs.resume import describe_resume, refuse_changes
 from moe_train.jobs.signs_of_life import SignsOfLife
 from moe_train.jobs.space import check_space
@@ -72,7 +72,7 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     for line in [*model.unknown_keys(), *left_out(Path(config.model.source), model.model_type)]:
         logger.warning("warning: %s", line)
     check_model(config, model)
-    _say_device(config)
+    _say_device(config, model)
     folder = as_target("train.output_dir", config.train.output_dir)
     source = find_checkpoint(folder, resume)
     if source is None:
@@ -273,7 +273,7 @@ def _finish(config: Config, saved: Path | Location | None) -> None:
     print("results:", *(f"  {path}" for path in written), sep="\n", flush=True)
 
 
-def _say_device(config: Config) -> None:
+def _say_device(config: Config, model: DecoderConfig) -> None:
     """Refuse a device that is not there; warn of cards that are not used."""
     device = choose_device(config.train.device, config.world_size)
     if config.memory.allocator == "gpu-alloc" and device.type == "cpu":
@@ -287,7 +287,7 @@ def _say_device(config: Config) -> None:
             "job runs on the CPU; leave it out"
         )
     if rank_number() == 0:
-        for line in _idle_keys(config, device):
+        for line in idle_keys(config, model, device):
             logger.warning("warning: %s", line)
     falls_back = device.type == "cpu" and config.train.device == "auto"
     if falls_back and torch.cuda.is_available() and rank_number() == 0:
@@ -295,66 +295,6 @@ def _say_device(config: Config) -> None:
             "warning: train.device='auto' trains on the CPU: this machine has fewer CUDA devices "
             "(%d) than ranks; start fewer ranks to use them",
             torch.cuda.device_count(),
-        )
-
-
-def _idle_keys(config: Config, device: torch.device) -> Iterator[str]:
-    """A line for each key that is set and has no effect, or little, beside others."""
-    train, parallel = config.train, config.parallel
-    if train.offload_activations and device.type == "cpu":
-        yield (
-            "train.offload_activations=true does nothing on the CPU, whose activations are in the "
-            "host's memory already"
-        )
-    if train.offload_optimizer and device.type == "cpu":
-        yield (
-            "train.offload_optimizer=true saves nothing on the CPU, whose states are in the host's "
-            "memory already; they are copied to and fro"
-        )
-    if train.gradient_accumulation_fusion and train.master_weights:
-        yield (
-            "train.gradient_accumulation_fusion=true does nothing with train.master_weights=true, "
-            "which adds each gradient up in float32"
-        )
-    elif train.gradient_accumulation_fusion and parallel.sharding > 1:
-        yield (
-            f"train.gradient_accumulation_fusion=true does little with parallel.sharding="
-            f"{parallel.sharding}, which sums gradients of layers after each microbatch"
-        )
-    yield from _idle_beside(config)
-    if parallel.cp_attention == "ring" and all(layout.cp == 1 for layout in parallel.layouts):
-        yield 'parallel.cp_attention="ring" does nothing with parallel.cp=1'
-
-
-def _idle_beside(config: Config) -> Iterator[str]:
-    """A line for each key that is not at its default and has no effect without another one."""
-    train, moe, checkpoint = config.train, config.moe, config.checkpoint
-    optimizer, falls = config.optimizer, config.optimizer.decay != "constant"
-    muon = "muon" in (optimizer.name, *(group.algorithm for group in config.param_groups))
-    needs = (
-        (optimizer, "decay_steps", falls, "a decay"),
-        (optimizer, "min_lr_ratio", falls, "a decay"),
-        (optimizer, "wsd_decay_style", optimizer.decay == "wsd", 'optimizer.decay="wsd"'),
-        (optimizer, "muon_momentum", muon, 'optimizer.name="muon"'),
-        (train, "loss_spike_window", train.loss_spike_threshold, "train.loss_spike_threshold"),
-        (train, "max_skipped_steps", train.on_loss_spike == "skip", 'train.on_loss_spike="skip"'),
-        (moe, "token_drop_policy", moe.capacity_factor, "moe.capacity_factor"),
-        (moe, "expert_bias_update_rate", moe.update_expert_bias, "moe.update_expert_bias=true"),
-        (checkpoint, "ema_interval_steps", checkpoint.ema_decay, "checkpoint.ema_decay"),
-        (checkpoint, "node_interval_steps", checkpoint.node_folder, "checkpoint.node_folder"),
-        (checkpoint, "node_copies", checkpoint.node_folder, "checkpoint.node_folder"),
-    )
-    for table, name, other, named in needs:
-        value = getattr(table, name)
-        if not other and value != table.__dataclass_fields__[name].default:
-            yield f"{table.table}.{name}={json.dumps(value)} does nothing without {named}"
-    late = [text for text in config.parallel.relayout if int(text.split(":")[0]) >= train.max_steps]
-    if late:
-        yield f"parallel.relayout={late} is past the last step, train.max_steps={train.max_steps}"
-    if config.optimizer.warmup_steps > config.train.max_steps:
-        yield (
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} are more than "
-            f"train.max_steps={config.train.max_steps}, so the rate never comes to optimizer.lr"
         )
 
 
