@@ -1,3 +1,4 @@
+import itertools
 import pickle
 
 import pytest
@@ -85,6 +86,23 @@ def test_order_says_which_axis_on_a_dim_is_outermost() -> None:
     assert Spec.from_dims(MESH, [("ep", "dp")]) == spec
     assert spec.dims_mapping(2) == (("ep", "dp"), ())
     assert Spec.from_axes(MESH, {}, order=("dp", "ep")) == Spec.from_axes(MESH, {})
+
+
+def test_specs_are_equal_where_axes_nest_alike_on_every_dim() -> None:
+    """All placements and orders of three axes; what nests is worked out from the order itself."""
+    mesh = ProcessMesh((2, 2, 2), ("a", "b", "c"))
+    kinds = (Replicate(), Shard(0), Shard(1), Shard(-1))
+    for placements in itertools.product(kinds, repeat=3):
+        found: dict[tuple[tuple[str, ...], ...], set[Spec]] = {}
+        for order in itertools.permutations(mesh.axis_names):
+            spec = Spec(mesh, placements, order)
+            dims = dict(zip(mesh.axis_names, spec.sharded_dims(2), strict=True))
+            nested = tuple(tuple(axis for axis in order if dims[axis] == dim) for dim in (0, 1))
+            assert spec.dims_mapping(2) == nested, spec
+            found.setdefault(nested, set()).add(spec)
+        if Shard(-1) not in placements or not {Shard(0), Shard(1)} & set(placements):
+            assert all(len(alike) == 1 for alike in found.values()), found
+    assert Spec.from_dims(mesh, ["b", "a"]) == Spec(mesh, (Shard(1), Shard(0), Replicate()))
 
 
 def test_sizes_cut_a_dim_into_ragged_parts_and_zeros() -> None:

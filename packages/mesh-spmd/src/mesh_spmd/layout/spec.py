@@ -11,7 +11,7 @@ torch's own `DTensorSpec` is private and tied to a `DeviceMesh`; this one plans 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import SupportsIndex, final
@@ -68,7 +68,7 @@ class Spec:
                 f"its {len(self.mesh.axis_names)} axes, or name axes with Spec.from_axes"
             )
         object.__setattr__(self, "placements", placements)
-        object.__setattr__(self, "order", _checked_order(self.mesh, self.order))
+        object.__setattr__(self, "order", _checked_order(self.mesh, placements, self.order))
         object.__setattr__(self, "sizes", _checked_parts(self, _by_axis(self.sizes)))
 
     @classmethod
@@ -191,16 +191,28 @@ def _check_kind(placement: Placement) -> None:
         )
 
 
-def _checked_order(mesh: ProcessMesh, order: Iterable[str]) -> tuple[str, ...]:
+def _checked_order(
+    mesh: ProcessMesh, placements: Sequence[Placement], order: Iterable[str]
+) -> tuple[str, ...]:
+    """Return an order of all axes; none where it is that of the mesh.
+
+    Only axes that may be on one dim change places, so that equal layouts are equal specs.
+    """
     if isinstance(order, str) or not isinstance(order, Iterable):
         raise MeshTypeError(f"order must be a sequence of axes, got {order!r}")
     axes = tuple(order)
     if axes:
         mesh.sorted_axes(axes)
-    # Written out where it differs from mesh order, so that equal layouts are equal specs.
     rest = [axis for axis in mesh.axis_names if axis not in axes]
     whole = (*axes, *rest)
-    return () if whole == mesh.axis_names else whole
+    if whole == mesh.axis_names:
+        return ()
+    dims = {a: p.dim for a, p in zip(mesh.axis_names, placements, strict=True) if type(p) is Shard}
+    if len({dim < 0 for dim in dims.values()}) > 1:
+        dims = dict.fromkeys(dims, 0)  # how many dims there are says which are the same
+    nested = {dim: iter([a for a in whole if dims.get(a) == dim]) for dim in dims.values()}
+    found = tuple(next(nested[dims[a]]) if a in dims else a for a in mesh.axis_names)
+    return () if found == mesh.axis_names else found
 
 
 def _by_axis(sizes: object) -> Mapping[str, Iterable[SupportsIndex]]:
