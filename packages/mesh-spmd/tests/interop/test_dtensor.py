@@ -120,6 +120,32 @@ def test_gradients_of_a_redistribution_are_torchs() -> None:
     run_ranks(fn, 4)
 
 
+def test_ranks_outside_a_smaller_mesh_are_not_waited_for() -> None:
+    """One pipeline stage moves a tensor, the other one has none."""
+    whole = whole_of(8, 6)
+    mesh = ProcessMesh((2, 1, 2), ("pp", "dp", "tp"))
+
+    def fn(rank: int, world_size: int) -> None:
+        device_mesh = mesh.to_device_mesh("cpu")
+        if rank // 2:
+            return
+        columns = distribute_tensor(whole, device_mesh["tp"], [Shard(1)])
+        rows = redistribute(columns, Spec(mesh.submesh("tp", of=rank), (Shard(0),)))
+        assert torch.equal(rows.to_local(), whole[4 * rank : 4 * rank + 4])
+        stage, spec = (
+            device_mesh["dp", "tp"],
+            Spec.from_axes(mesh.submesh("dp", "tp", of=rank), {"tp": Shard(0)}),
+        )
+        held = to_dtensor(rows.to_local(), TensorSpec((8, 6), torch.float64, spec), stage)
+        target = Spec.from_axes(spec.mesh, {})
+        with pytest.raises(MeshValueError, match=r"holds 2 of the 4 ranks .* give group="):
+            redistribute(held, target)
+        moved = redistribute(held, target, group=device_mesh.get_group("tp"))
+        assert torch.equal(moved.to_local(), whole)
+
+    run_ranks(fn, 4)
+
+
 def test_strides_are_those_of_the_part() -> None:
     def fn(rank: int, world_size: int) -> None:
         mesh = ProcessMesh((2,), ("dp",))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -128,17 +129,19 @@ def redistribute(
     """Return the tensor in another layout; gradients flow back. Collective.
 
     As `DTensor.redistribute`, in one exchange that moves what each rank lacks and no more, and to
-    other meshes of the same ranks. Every rank of both meshes calls.
+    other meshes of the same ranks. Every rank of the group calls.
 
     Args:
         dtensor: the tensor; partial sums are reduced.
         target: the layout; not partial, not ragged.
         device_mesh: torch's mesh of the target; the tensor's own if None.
-        group: holds every rank of both meshes; the default group if None.
+        group: holds every rank of both meshes; if None, the default group where the meshes cover
+            it, and that of the one axis of a smaller mesh: ranks of others do not call.
         exchange: as of `execute`.
 
     Raises:
-        MeshTypeError, MeshValueError: as `tensor_spec_of`, `to_dtensor` and `reshard_tensor`.
+        MeshTypeError, MeshValueError: as `tensor_spec_of`, `to_dtensor` and `reshard_tensor`; or
+            no group was given for a smaller mesh of several axes.
     """
     check_kind(target, Spec, "redistribute needs a Spec as target")
     local, source = from_dtensor(dtensor)
@@ -151,8 +154,24 @@ def redistribute(
             f"{wanted.mesh!r} has other ranks than {source.mesh!r}; for those use reshard_tensor, "
             "which has something to return on ranks outside"
         )
+    group = _group_of(dtensor.device_mesh, device_mesh) if group is None else group
     moved = reshard_tensor(local, source, wanted, group, exchange)
     return to_dtensor(moved, wanted, device_mesh)
+
+
+def _group_of(*meshes: DeviceMesh) -> ProcessGroup | None:
+    """The group of meshes of the same ranks; None: the default group."""
+    num_ranks, world_size = meshes[0].size(), dist.get_world_size()
+    if num_ranks == world_size:
+        return None
+    for mesh in meshes:
+        if mesh.ndim == 1:
+            return mesh.get_group()
+    raise MeshValueError(
+        f"the mesh holds {num_ranks} of the {world_size} ranks of the default process group, and "
+        "those outside would be waited for; give group=, a process group of the mesh's ranks, as "
+        "axis_group makes along several axes"
+    )
 
 
 def _placements_of(spec: TensorSpec) -> tuple[Placement, ...]:
