@@ -413,6 +413,30 @@ def test_tensors_of_several_dtypes_travel_in_one_exchange() -> None:
     assert len(plan.steps) == plan.steps[0].rounds == 1
 
 
+def test_conjugate_and_negative_views_travel_behind_odd_bytes() -> None:
+    """What torch conjugates or negates when it is read has other bytes in memory."""
+    mesh = ProcessMesh((3,), ("ep",))
+    whole = [
+        torch.arange(5, dtype=torch.uint8),
+        torch.randn(5, dtype=torch.complex64),
+        torch.randn(5),
+    ]
+    sources = [TensorSpec((5,), w.dtype, Spec(mesh, (Shard(0),))) for w in whole]
+    targets = [TensorSpec((5,), w.dtype, Spec(mesh, (Replicate(),))) for w in whole]
+    given: dict[int, list[torch.Tensor | None]] = {}
+    for rank in mesh.ranks:
+        small, wide, real = (part_of(w, t, rank) for w, t in zip(whole, sources, strict=True))
+        negative = torch.complex(real, real).conj().imag
+        assert wide.conj().is_conj() and negative.is_neg()
+        given[rank] = [small, wide.conj(), negative]
+    found, _ = run_in_threads(plan_reshard(sources, targets), given, mesh.ranks)
+    for rank in mesh.ranks:
+        small, wide, real = found[rank]
+        assert torch.equal(small, whole[0])
+        assert torch.equal(wide, whole[1].conj())
+        assert torch.equal(real, -whole[2])
+
+
 def test_execute_needs_a_process_group() -> None:
     mesh = ProcessMesh((2,), ("ep",))
     one = TensorSpec((6,), torch.float32, Spec(mesh, (Shard(0),)))

@@ -263,8 +263,9 @@ def _move(wire: torch.Tensor, views: list[torch.Tensor], *, into_views: bool = F
         if here.storage_offset() % size == 0:
             here = here.view(view.dtype).view(view.shape)
         else:
-            # An odd number of bytes before it: its dtype cannot stand here, its bytes can.
-            view = view.unsqueeze(-1).view(torch.uint8)
+            # An odd number of bytes before it: its dtype cannot stand here, its bytes can. A view
+            # that is conjugated or negated when it is read has no bytes yet.
+            view = view.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
             here = here.view(view.shape)
         if into_views:
             view.copy_(here)
