@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mesh_spmd import (
     FlatSpec,
@@ -435,6 +435,31 @@ def test_conjugate_and_negative_views_travel_behind_odd_bytes() -> None:
         assert torch.equal(small, whole[0])
         assert torch.equal(wide, whole[1].conj())
         assert torch.equal(real, -whole[2])
+
+
+def test_what_is_no_tensor_of_one_device_is_refused_before_anything_moves() -> None:
+    """Rank 0 holds the tensors, rank 1 nothing."""
+    one = TensorSpec((2,), torch.float32, Spec(ProcessMesh((1,), ("a",)), (Replicate(),)))
+    plan = plan_reshard([one, one], [one, one])
+
+    def fn(rank: int, world_size: int) -> None:
+        device_mesh = ProcessMesh((2,), ("b",)).to_device_mesh("cpu")
+        good = torch.zeros(0 if rank else 2)
+        dtensor = DTensor.from_local(good, device_mesh, [Replicate()], run_check=False)
+        for given, error, text in (
+            (
+                [good, good.to("meta")],
+                MeshValueError,
+                "local tensor 1 lies on meta, and one before",
+            ),
+            ([good, dtensor], MeshTypeError, "local tensor 1 is a DTensor; give its part"),
+            ([good, [0.0, 0.0]], MeshTypeError, "local tensor 1 must be a tensor, or None"),
+            (5, MeshTypeError, "a local tensor, None or a list, got the int 5"),
+        ):
+            with pytest.raises(error, match=text):
+                execute(plan, given)  # type: ignore[arg-type]
+
+    run_ranks(fn, 2)
 
 
 def test_execute_needs_a_process_group() -> None:

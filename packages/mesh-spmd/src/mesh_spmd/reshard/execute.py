@@ -9,13 +9,14 @@ sent is read from the local tensors once and written into the results once; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from mesh_spmd._checks import check_kind
 from mesh_spmd.errors import MeshStateError, MeshTypeError, MeshValueError
@@ -70,13 +71,16 @@ def execute(
         lists, a list of these. Gradients are not recorded; see `reshard_tensor`.
 
     Raises:
-        MeshTypeError: a local tensor is missing, superfluous or of another dtype.
-        MeshValueError: a local tensor has another shape.
+        MeshTypeError: a local tensor is missing, superfluous, of another dtype or a DTensor.
+        MeshValueError: a local tensor has another shape, or lies on another device than the others.
         MeshStateError: the group lacks a rank of the plan, or there is no process group.
     """
     check_kind(plan, Plan, "execute needs a Plan")
     if not dist.is_initialized():
         raise MeshStateError("execute needs a process group; call init_process_group first")
+    check_kind(
+        local, torch.Tensor | Iterable | None, "execute needs a local tensor, None or a list"
+    )
     peers = dist.get_process_group_ranks(group)
     missing = sorted(set(plan.ranks) - set(peers))
     if missing:
@@ -182,6 +186,7 @@ def checked_locals(tensors: Sequence[TensorSpec], given: Locals, rank: int) -> L
         raise MeshValueError(
             f"rank {rank}: {len(given)} local tensors were given, and the plan has {len(tensors)}"
         )
+    _check_plain(given, rank)
     for number, (tensor, local) in enumerate(zip(tensors, given, strict=True)):
         name = f"rank {rank}: local tensor {number}"
         if tensor.mesh.position(rank) is None:
@@ -200,6 +205,27 @@ def checked_locals(tensors: Sequence[TensorSpec], given: Locals, rank: int) -> L
         None if tensor.mesh.position(rank) is None else local
         for tensor, local in zip(tensors, given, strict=True)
     ]
+
+
+def _check_plain(given: Locals, rank: int) -> None:
+    """Raise unless these are a rank's own tensors on one device, on which its results will lie."""
+    device: torch.device | None = None
+    for number, local in enumerate(given):
+        name = f"rank {rank}: local tensor {number}"
+        check_kind(local, torch.Tensor | None, f"{name} must be a tensor, or None outside its mesh")
+        if local is None:
+            continue
+        if isinstance(local, DTensor):
+            raise MeshTypeError(
+                f"{name} is a DTensor; give its part and layout, which "
+                "mesh_spmd.interop.from_dtensor returns, or use mesh_spmd.interop.redistribute"
+            )
+        device = device or local.device
+        if local.device != device:
+            raise MeshValueError(
+                f"{name} lies on {local.device}, and one before it on {device}; an exchange is on "
+                "one device: move it there, or make a plan for the tensors of each device"
+            )
 
 
 def _fresh(step: Step, number: int, place: Place) -> torch.Tensor | None:
