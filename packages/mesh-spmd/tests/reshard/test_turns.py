@@ -1,13 +1,15 @@
 """What `execute` allocates on running ranks, by storage, against the plan and the blocks."""
 
+import cProfile
 import math
+import pstats
 import random
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +23,7 @@ from mesh_spmd import (
     execute,
     plan_reshard,
 )
+from mesh_spmd.reshard.turns import schedule_of
 from ranktest import run_ranks
 
 MESH = ProcessMesh((2, 3), ("dp", "ep"))
@@ -225,6 +228,22 @@ def strided(local: torch.Tensor | None) -> torch.Tensor:
     room = torch.zeros((*local.shape, 2), dtype=local.dtype)
     room[..., 0] = local
     return room[..., 0]
+
+
+def test_more_addends_are_not_more_work_for_each_of_them() -> None:
+    """Addends that several ranks hold: what their tiles meet is looked at once, not by addend."""
+
+    def looks(addends: int) -> int:
+        mesh = ProcessMesh((addends, 4), ("dp", "ep"))
+        due = TensorSpec((addends, 8), torch.float32, Spec(mesh, (Partial(), Replicate())))
+        cut = TensorSpec(due.shape, due.dtype, Spec(mesh, (Shard(0), Shard(1))))
+        (step,) = plan_reshard(due, cut).steps
+        profile = cProfile.Profile()
+        profile.runcall(schedule_of, step, 1)
+        named = pstats.Stats(profile).get_stats_profile().func_profiles
+        return int(named["meeting"].ncalls.partition("/")[0])
+
+    assert looks(32) < 3 * looks(16)
 
 
 def test_buffers_of_no_bytes_are_refused() -> None:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from mesh_spmd.reshard.caches import remembered
 from mesh_spmd.reshard.moves import Move, Shares
-from mesh_spmd.reshard.tilings import Meeting, Tile, overlap
+from mesh_spmd.reshard.tilings import Meeting, Tile, Tiling, overlap
 
 
 class Piece(NamedTuple):
@@ -117,14 +118,21 @@ def _row(shares: Shares, cell: int) -> Sequence[int]:
 def _due_before(move: Move, tile: Tile, holders: list[int], position: int) -> int:
     """How many elements of a source tile are due to the target ranks before that at `position`."""
     target = move.target.tiling
-    due, need_of = 0, {}
-    for found in target.meeting(tile):
-        need = need_of[found.number] = found.end - found.begin
-        due += need * bisect_left(target.replicas, position - found.base)
+    needs = _needs(target, tile._replace(number=0, base=0))
+    due = sum(need * bisect_left(target.replicas, position - base) for base, need in needs.values())
     for there in _in_target(move, holders):
         if there < position:
-            due -= need_of.get(target.tile_at(there).number, 0)
+            due -= needs.get(target.tile_at(there).number, (0, 0))[1]
     return due
+
+
+@remembered(maxsize=8)
+def _needs(target: Tiling, tile: Tile) -> dict[int, tuple[int, int]]:
+    """Of each target tile that meets a source tile, by its number: its base, and what they share.
+
+    The tiles of all addends of a reduction lie alike, and are looked at once.
+    """
+    return {found.number: (found.base, found.end - found.begin) for found in target.meeting(tile)}
 
 
 def _in_target(move: Move, positions: list[int]) -> list[int]:
