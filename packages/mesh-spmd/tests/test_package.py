@@ -1,11 +1,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import mesh_spmd
 from mesh_spmd import MeshSpmdError, MeshTypeError, ProcessMesh, Spec, Topology, choose_placements
+from mesh_spmd.creation import infer_tensor_spec
 from package_facts import (
     check_import_is_cheap,
     check_name_table,
@@ -80,6 +82,11 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(right: d
         lambda mesh: Spec.from_axes((2, 4), {"ep": Shard(0)}),
         lambda mesh: choose_placements((8,), mesh, shard={"ep": "0"}),
         lambda mesh: Topology(ranks_per_node="8"),
+        lambda mesh: Topology(ranks_per_node=2.5),
+        lambda mesh: Spec.from_dims((2, 4), ["ep"]),
+        lambda mesh: Spec.from_dims(mesh, None),
+        lambda mesh: Spec.from_dims(mesh, [0]),
+        lambda mesh: infer_tensor_spec(dict.fromkeys(range(8), (1,)), torch.int8, mesh, None),
         lambda mesh: Spec.from_axes(mesh, {}, order=3),
     ],
 )

@@ -465,7 +465,7 @@ def test_what_is_no_tensor_of_one_device_is_refused_before_anything_moves() -> N
 def test_execute_needs_a_process_group() -> None:
     mesh = ProcessMesh((2,), ("ep",))
     one = TensorSpec((6,), torch.float32, Spec(mesh, (Shard(0),)))
-    with pytest.raises(MeshStateError, match="needs a process group"):
+    with pytest.raises(MeshStateError, match="resharding needs a process group"):
         execute(plan_reshard(one, one), torch.zeros(3))
 
 

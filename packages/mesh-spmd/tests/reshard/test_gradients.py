@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from mesh_spmd import (
+    MeshStateError,
     MeshTypeError,
     MeshValueError,
     ProcessMesh,
@@ -161,6 +162,14 @@ def test_ranks_outside_take_part_in_the_backward(dtype: torch.dtype, empty: bool
     run_ranks(fn, 2)
 
 
+def test_resharding_needs_a_process_group() -> None:
+    whole, parts = layouts()
+    with pytest.raises(MeshStateError, match="resharding needs a process group"):
+        reshard_tensor(torch.zeros(2, ROWS, dtype=torch.float64), whole, whole)
+    with pytest.raises(MeshStateError, match="resharding needs a process group"):
+        join_tensors([None, None], parts, whole)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_local_tensors_is_refused(count: int) -> None:
     mesh = ProcessMesh((1,), ("a",))
@@ -172,5 +181,7 @@ def test_another_number_of_local_tensors_is_refused(count: int) -> None:
             join_tensors([torch.ones(1)] * count, [part, part], whole)
         with pytest.raises(MeshTypeError, match="must be a tensor or None, got the list"):
             reshard_tensor([torch.ones(1)], part, part)  # type: ignore[arg-type]
+        with pytest.raises(MeshTypeError, match="must be a list, one for each part, got the None"):
+            join_tensors(None, [part, part], whole)  # type: ignore[arg-type]
 
     run_ranks(fn, 1)

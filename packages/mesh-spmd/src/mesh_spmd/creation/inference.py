@@ -4,7 +4,7 @@ infer_tensor_spec({0: (3, 8), 1: (0, 8), 2: (5, 8)}, torch.bfloat16, mesh, (Shar
 # (8, 8), ep cut into 3, 0, 5
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import Placement
@@ -38,6 +38,7 @@ def infer_tensor_spec(
             the rank and the box that was expected.
     """
     check_kind(shapes, Mapping, "shapes must map ranks to local shapes")
+    check_kind(placements, Iterable, "placements must be a sequence")
     spec = Spec(mesh, tuple(placements))
     missing = [rank for rank in mesh.ranks if rank not in shapes]
     if missing:

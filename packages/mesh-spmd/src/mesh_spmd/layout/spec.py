@@ -100,8 +100,14 @@ class Spec:
         A dim of None, or of no axis, is not cut; axes that stand nowhere replicate.
 
         Raises:
+            MeshTypeError: a dim has no axes and is not None, or an axis is not a string.
             MeshValueError: an axis is unknown, or stands twice.
         """
+        check_kind(mesh, ProcessMesh, "the mesh of a Spec must be a ProcessMesh")
+        check_kind(dims, Iterable, "dims must give the axes of each tensor dim")
+        dims = list(dims)
+        for dim in dims:
+            check_kind(dim, Iterable | None, "a dim must give an axis, several axes or None")
         axes_of = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims]
         named = [axis for axes in axes_of for axis in axes]
         if named:

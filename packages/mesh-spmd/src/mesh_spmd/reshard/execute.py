@@ -76,8 +76,7 @@ def execute(
         MeshStateError: the group lacks a rank of the plan, or there is no process group.
     """
     check_kind(plan, Plan, "execute needs a Plan")
-    if not dist.is_initialized():
-        raise MeshStateError("execute needs a process group; call init_process_group first")
+    check_running()
     check_kind(
         local, torch.Tensor | Iterable | None, "execute needs a local tensor, None or a list"
     )
@@ -105,6 +104,12 @@ def execute(
     with torch.no_grad():
         held = run_steps(plan, held, Place(rank=rank, peers=tuple(peers), device=device), between)
     return held[0] if plan.single else list(held)
+
+
+def check_running() -> None:
+    """Raise MeshStateError unless this process is a rank."""
+    if not dist.is_initialized():
+        raise MeshStateError("resharding needs a process group; call init_process_group first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from mesh_spmd._checks import check_kind
 from mesh_spmd.errors import MeshTypeError, MeshValueError
 from mesh_spmd.layout import TensorSpec
-from mesh_spmd.reshard.execute import Exchange, device_of, execute
+from mesh_spmd.reshard.execute import Exchange, check_running, device_of, execute
 from mesh_spmd.reshard.parts import plan_join, plan_split
 from mesh_spmd.reshard.plan import Plan, plan_reshard
 
@@ -61,7 +61,8 @@ def reshard_tensor(
     """Return this rank's part in the target's layout; gradients flow back. Collective.
 
     Args:
-        local: what this rank holds of the source; None outside its mesh, or as of `execute`.
+        local: what this rank holds of the source; None outside its mesh, or as of `execute`. Such
+            ranks always record a backward: of a tensor that needs no gradient, call under no_grad.
         source: the tensor before. It may have partial sums; their gradient is replicated.
         target: the tensor after.
         group: holds every rank of both meshes; the default group if None.
@@ -129,7 +130,7 @@ def join_tensors(
     forward = plan_join(parts, whole, dim=dim)
     ends = [_gradient(t, is_source=False) for t in (whole, *parts)]
     back = plan_split(ends[0], ends[1:], dim=dim)
-    return _run(_both(forward, back, group, exchange), list(locals_))[0]
+    return _run(_both(forward, back, group, exchange), locals_)[0]
 
 
 def _both(
@@ -157,7 +158,9 @@ def _gradient(tensor: TensorSpec, *, is_source: bool) -> TensorSpec:
     return tensor.reduced()
 
 
-def _run(ways: _Ways, given: list[Local]) -> list[torch.Tensor]:
+def _run(ways: _Ways, given: Sequence[Local]) -> list[torch.Tensor]:
+    check_running()
+    check_kind(given, Sequence, "the local tensors must be a list, one for each part")
     sources = ways.forward.sources
     if len(given) != len(sources):
         raise MeshValueError(

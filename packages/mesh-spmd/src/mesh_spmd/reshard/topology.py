@@ -35,6 +35,7 @@ class Topology:
     far_bytes_per_s: float = 4e10
 
     def __post_init__(self) -> None:
+        check_kind(self.ranks_per_node, int, "ranks_per_node must be a whole number")
         for name in Topology.__slots__:
             check_kind(getattr(self, name), int | float, f"{name} must be a number")
             value, may_be_zero = getattr(self, name), name.endswith("latency_s")
