@@ -156,7 +156,8 @@ def plan_reshard(
         topology: makes the plan choose between one direct exchange and several with fewer
             messages, by what they cost; without it, the busiest rank's bytes decide.
         buffer_bytes: what the buffers of a rank may take, beside source and target tensors; the
-            exchange is cut into so many rounds. They never take more than both blocks.
+            exchange is cut into so many rounds. They never take more than both blocks, or 1 MiB
+            where these are smaller.
 
     Raises:
         MeshTypeError: something else than TensorSpec is given, or a reduction does not exist for a

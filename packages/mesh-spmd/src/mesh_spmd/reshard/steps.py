@@ -23,6 +23,8 @@ from mesh_spmd.reshard.senders import deal_out
 
 BUFFER_BYTES = 2**25
 """What a rank's buffers hold at most unless a plan is told otherwise; bandwidth needs no more."""
+SMALL_BYTES = 2**20
+"""What they may hold beside smaller blocks: so little memory is worth no second exchange."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -70,7 +72,7 @@ def make_step(
     """Return the direct exchange of all links, senders balanced over replicas.
 
     It has so many rounds that no rank's buffers hold more than `buffer_bytes`, nor more than its
-    source and target blocks.
+    source and target blocks or, where these are smaller, SMALL_BYTES.
     """
     links = list(links)
     if len(links) == 1 and _is_small(sources[0], targets[0], links[0]):
@@ -153,7 +155,7 @@ def _small_step(source: TensorSpec, target: TensorSpec, link: Link, buffer_bytes
     # As in _num_rounds.
     blocks = [(held + wanted) * size for held, wanted in zip(found.held, found.wanted, strict=True)]
     rounds = max(
-        -(-(out + into) // (min(block, buffer_bytes) or 1))
+        -(-(out + into) // min(max(block, SMALL_BYTES), buffer_bytes))
         for out, into, block in zip(sent, received, blocks, strict=True)
     )
     return Step(
@@ -171,10 +173,8 @@ def _small_step(source: TensorSpec, target: TensorSpec, link: Link, buffer_bytes
 
 def _num_rounds(moved: torch.Tensor, blocks: torch.Tensor, buffer_bytes: int) -> int:
     """How many exchanges keep buffers within `buffer_bytes`, and the source and target `blocks`."""
-    busy = moved > 0
-    if not bool(busy.any()):
-        return 1
-    return int((-(-moved[busy] // blocks[busy].clamp(min=1, max=buffer_bytes))).max())
+    room = blocks.clamp(min=SMALL_BYTES).clamp(max=buffer_bytes)
+    return max([1, *(-(-moved // room)).tolist()])
 
 
 def _add_block(blocks: torch.Tensor, tensor: TensorSpec, ranks: tuple[int, ...]) -> None:
