@@ -63,6 +63,16 @@ def start(job: Path) -> subprocess.Popen[str]:
     )
 
 
+# The command in a script whose main module has no guard, as in the package's README.
+SCRIPT = """
+print("the script begins")
+from moe_train.reading import spans
+spans.PIECE_BYTES = 20_000
+from moe_train.cli import main
+raise SystemExit(main(["data", "job.toml"]))
+"""
+
+
 def children_of(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
@@ -119,6 +129,30 @@ def test_a_mistake_in_a_row_comes_out_of_the_processes(
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1501: field 'text' holds int 7"):
         prepare(load_config(job))
     assert not list((tmp_path / "cache").glob("corpora/*"))
+
+
+def test_a_script_that_prepares_is_not_run_again_by_its_processes(
+    job: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("the script begins") == 1
+    assert "documents" in ended.stdout
+
+
+def test_a_process_that_is_ended_from_outside_is_said(job: Path, tmp_path: Path) -> None:
+    process = start(job)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cache").glob("pieces/*/*.piece")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    for worker in children_of(process.pid):
+        os.kill(worker, signal.SIGKILL)
+    assert "was ended from outside" in process.communicate(timeout=120)[1]
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".starts"])

@@ -11,11 +11,13 @@ way are made again.
 import logging
 import multiprocessing
 import os
+import queue
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from moe_train.errors import MoeTrainError
-from moe_train.reading import SourcePlan, make_piece, piece_path, start_worker, store_task
+from moe_train.reading import SourcePlan, Span, make_piece, piece_path, store_task
 from moe_train.tokenization import TextTokenizer
 
 _LINE_INTERVAL_S = 10.0
@@ -53,25 +55,14 @@ def make_pieces(plan: SourcePlan, tokenizer: TextTokenizer, folder: Path, worker
             for index in missing:
                 shown.advance(sizes[make_piece(folder, index, pieces[index])])
             return
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(missing)), spawn, start_worker) as pool:
+        with _Workers(min(workers, len(missing))) as pool:
             under_way: set[Future[int]] = set()
-            try:
-                for index in missing:
-                    under_way.add(pool.submit(make_piece, folder, index, pieces[index]))
-                    if len(under_way) >= 2 * workers:
-                        under_way = _collected(under_way, sizes, shown)
-                while under_way:
+            for index in missing:
+                under_way.add(pool.submit(folder, index, pieces[index]))
+                if len(under_way) >= 2 * workers:
                     under_way = _collected(under_way, sizes, shown)
-            except BrokenProcessPool as error:
-                raise MoeTrainError(
-                    "a process that prepares the corpus was ended from outside (by lack of "
-                    "memory?); start again, it goes on where it was, with fewer processes if "
-                    f"data.num_workers={workers} are too many"
-                ) from error
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            while under_way:
+                under_way = _collected(under_way, sizes, shown)
 
 
 def usable_cores() -> int:
@@ -87,6 +78,76 @@ def _collected(
     for future in done:
         shown.advance(sizes[future.result()])
     return rest
+
+
+class _Workers:
+    """Processes that make pieces, each asked by a thread of this one; all end with the block."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(count)
+        self._open = ExitStack()
+
+    def __enter__(self) -> "_Workers":
+        with ExitStack() as opened:
+            opened.enter_context(self._threads)
+            for _ in range(self._count):
+                worker = _Worker()
+                opened.callback(worker.end)
+                self._idle.put(worker)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._open.close()
+
+    def submit(self, folder: Path, index: int, spans: Sequence[Span]) -> Future[int]:
+        """Have the next idle process make a piece."""
+        return self._threads.submit(self._make, folder, index, spans)
+
+    def _make(self, folder: Path, index: int, spans: Sequence[Span]) -> int:
+        worker = self._idle.get()
+        try:
+            failure = worker.ask(folder, index, spans)
+        except (OSError, EOFError) as error:
+            raise MoeTrainError(
+                "a process that prepares the corpus was ended from outside (by lack of memory?); "
+                "start again, it goes on where it was, with fewer processes if "
+                f"data.num_workers={self._count} are too many"
+            ) from error
+        finally:
+            self._idle.put(worker)
+        if failure is not None:
+            raise failure
+        return index
+
+
+class _Worker:
+    """A process that is a program of its own.
+
+    One that multiprocessing starts imports the main module again. Where that is a script that
+    starts a job, it would wait for the very corpus that it should prepare.
+    """
+
+    def __init__(self) -> None:
+        self._connection, other = multiprocessing.Pipe()
+        with other:
+            socket = other.fileno()
+            program = [sys.executable, "-P", "-m", "moe_train.reading", str(socket)]
+            self._process = subprocess.Popen(program, stdin=subprocess.DEVNULL, pass_fds=[socket])
+
+    def ask(self, *piece: object) -> BaseException | None:
+        """Have it make a piece; what was raised there."""
+        self._connection.send(piece)
+        failure: BaseException | None = self._connection.recv()
+        return failure
+
+    def end(self) -> None:
+        """End it, in the midst of a piece, too."""
+        self._process.terminate()
+        self._process.wait()
 
 
 class _Shown:

@@ -12,8 +12,8 @@ from moe_train.reading.plan import digest_of as digest_of
 from moe_train.reading.plan import find_files as find_files
 from moe_train.reading.plan import plan_source as plan_source
 from moe_train.reading.plan import training_texts as training_texts
+from moe_train.reading.spans import Span as Span
 from moe_train.reading.worker import make_piece as make_piece
 from moe_train.reading.worker import piece_path as piece_path
-from moe_train.reading.worker import start_worker as start_worker
 from moe_train.reading.worker import store_task as store_task
 from moe_train.reading.worker import take_piece as take_piece

@@ -1,18 +1,18 @@
 """What a process runs that makes pieces: it starts without torch, and ends when its parent does.
 
 store_task(folder, job, tokenizer)
-with ProcessPoolExecutor(4, spawn, start_worker) as pool:
-    pool.submit(make_piece, folder, 7, spans)       # folder/000007.piece
+make_piece(folder, 7, spans)            # folder/000007.piece
+serve(connection)                       # the same for whoever has the other end
 """
 
-import functools
-import multiprocessing
 import os
 import pickle
 import signal
-import threading
+import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,20 @@ from moe_train.tokenization import TextTokenizer
 _TASK = "task.pickle"
 
 
-def start_worker() -> None:
-    """Make this process one of many: one thread, no answer to Ctrl-C, gone with its parent."""
+def serve(connection: Connection) -> None:
+    """Make the pieces that are asked for, and answer each with None or with what was raised.
+
+    One thread, no answer to Ctrl-C; ends in the midst of a piece where the process that asks ends.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    thread = ThreadPoolExecutor(1)
+    try:
+        while True:
+            piece = connection.recv()
+            thread.submit(make_piece, *piece).add_done_callback(partial(_answer, connection))
+    finally:
+        os._exit(1)
 
 
 def store_task(folder: Path, job: EncodeJob, tokenizer: TextTokenizer) -> None:
@@ -67,15 +76,20 @@ def take_piece(folder: Path, index: int, spans: Sequence[Span]) -> EncodedPiece:
     raise OSError(f"{piece_path(folder, index)} does not keep what is written to it")
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _task(folder: Path) -> tuple[EncodeJob, TextTokenizer]:
     loaded: Any = pickle.loads((folder / _TASK).read_bytes())
     job, tokenizer = loaded
     return job, tokenizer
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+def _answer(connection: Connection, done: "Future[int]") -> None:
+    failure, is_sent = done.exception(), False
+    if failure is not None:
+        failure.add_note("".join(traceback.format_exception(failure)))
+    try:
+        connection.send(failure)
+        is_sent = True
+    finally:
+        if not is_sent:
+            os._exit(1)  # so that nobody waits for it
