@@ -256,6 +256,59 @@ def test_compressed_rows_are_the_same_tokens_and_nothing_is_left(
     assert not list((tmp_path / "cache" / "pieces").iterdir())
 
 
+def test_a_job_does_not_take_away_what_another_one_has_unpacked(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = rows_of(tmp_path / "a.jsonl", 60, "a")
+    plain = prepare(make(corpus=(str(path),)))
+    packed = tmp_path / "z" / "a.jsonl.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    others: list[PreparedCorpus] = []
+
+    class Other(logging.Handler):
+        """When a job has unpacked its files, another one with the same files runs to its end."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg.startswith("preparing source") and not others:
+                others.append(plain)
+                others[0] = prepare(make(corpus=(str(packed),), validation_fraction=0.3))
+
+    caplog.set_level(logging.INFO)
+    logger, other = logging.getLogger("moe_train.data.prepare"), Other()
+    logger.addHandler(other)
+    try:
+        found = prepare(make(corpus=(str(packed),)))
+    finally:
+        logger.removeHandler(other)
+    for each in (found, *others):
+        texts = [
+            texts_of(each, path) for path in (each.sources[0].train, each.sources[0].validation)
+        ]
+        assert len(texts[0]) + len(texts[1]) == 60
+    assert found.fingerprint != others[0].fingerprint != plain.fingerprint
+
+
+def test_a_job_has_its_own_files_of_a_tokenizer_that_the_cache_knows(
+    make: Make, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(prepare(make()).tokenizer_file.parent, folder)
+    config = make(tokenizer={"file": str(folder)})
+    given = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+    first = prepare(config)
+    assert first.tokenizer.files["generation_config.json"] == given["generation_config.json"]
+    changed = given["generation_config.json"].replace(b"true", b"false")
+    (folder / "generation_config.json").write_bytes(changed)
+    second = prepare(config)
+    assert (second.fingerprint, second.sources) == (first.fingerprint, first.sources)
+    assert second.tokenizer.files["generation_config.json"] == changed
+    assert second.tokenizer.files["tokenizer.json"] == given["tokenizer.json"]
+    assert prepare(config) == second
+    (folder / "generation_config.json").unlink()
+    assert prepare(config).tokenizer_file != second.tokenizer_file
+
+
 @pytest.mark.parametrize("kind", ["chat", "tokens"])
 def test_what_needs_a_tokenizer_asks_for_one(make: Make, tmp_path: Path, kind: str) -> None:
     path = rows_of(tmp_path / "a.jsonl", 5, "a")

@@ -11,15 +11,13 @@ source leaves the others as they are.
     open_store(prepared.sources[0].train).num_documents
 """
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.config import Config, SourceConfig
 from moe_train.data.pool import make_pieces, usable_cores
 from moe_train.data.token_store import StoreWriter, damage_of, new_store, open_store
+from moe_train.data.tokenizer_files import file_digest, kept_tokenizer, write_files
 from moe_train.errors import TrainValueError, check_type
 from moe_train.reading import (
     Document,
@@ -155,10 +154,18 @@ def prepare(config: Config, *, verify: bool = False, only_check: bool = False) -
         with locked(cache_dir / "locks" / f"{seen_as}.lock"):
             prepared = _lookup(config, cache_dir, index_file, verify)
             if prepared is None:
-                prepared = _Preparation(config, cache_dir, settings, chosen).run(found)
+                unpacked = cache_dir / "unpacked" / seen_as  # other jobs remove theirs at any time
+                try:
+                    preparation = _Preparation(config, cache_dir, settings, chosen, unpacked)
+                    prepared = preparation.run(found)
+                finally:
+                    shutil.rmtree(unpacked, ignore_errors=True)
                 folders = [source.fingerprint for source in prepared.sources]
                 write_atomic(index_file, json.dumps({"sources": folders}))
-    return prepared
+    if chosen is None:
+        return prepared
+    kept = kept_tokenizer(chosen, cache_dir, made=prepared.tokenizer_file.parent)
+    return replace(prepared, tokenizer_file=kept)
 
 
 def _settings(config: Config, chosen: TextTokenizer | None) -> str:
@@ -192,7 +199,7 @@ def _discard_if_damaged(folder: Path) -> None:
         logger.info("checking %s, %.1f GB", folder, size_bytes / 1e9)
     damage = damage_of(folder / "train.bin") or damage_of(folder / "validation.bin")
     for name, digest in facts["files"].items():
-        if not damage and _file_digest(folder / name) != digest:
+        if not damage and file_digest(folder / name) != digest:
             damage = f"{folder / name} is damaged: it is not the file that was written"
     if damage:
         logger.warning("%s; it is made again", damage)
@@ -244,12 +251,18 @@ class _Preparation:
     """The work of `prepare` when the cache does not have its result."""
 
     def __init__(
-        self, config: Config, cache_dir: Path, settings: str, chosen: TextTokenizer | None
+        self,
+        config: Config,
+        cache_dir: Path,
+        settings: str,
+        chosen: TextTokenizer | None,
+        unpacked: Path,
     ) -> None:
         self._config = config
         self._cache_dir = cache_dir
         self._settings = settings
         self._chosen = chosen
+        self._unpacked = unpacked
         self._workers = config.data.num_workers or usable_cores()
 
     def run(self, found: Sequence[Sequence[Document]]) -> PreparedCorpus:
@@ -264,7 +277,7 @@ class _Preparation:
                 documents,
                 fraction=self._config.data.validation_fraction,
                 end_id=-1 if self._chosen is None else self._chosen.document_end_id,
-                unpacked=self._cache_dir / "unpacked",
+                unpacked=self._unpacked,
             )
             for source, documents in zip(sources, found, strict=True)
         ]
@@ -281,9 +294,6 @@ class _Preparation:
             for index in missing:
                 self._make(sources[index], plans[index], folders[index], tokenizer)
             logger.info("prepared the corpus in %.1f s", time.perf_counter() - started)
-        for plan in plans:
-            for path in plan.unpacked:
-                path.unlink(missing_ok=True)
         prepared = _open(self._config, folders)
         if prepared is None:
             raise TrainValueError(f"{self._cache_dir} was changed while it was filled; start again")
@@ -314,7 +324,7 @@ class _Preparation:
             texts = [plan for plan in plans if plan.job.kind == "text"]
             sample = (text for plan in texts for text in training_texts(plan, room // len(texts)))
             trained = train_tokenizer(sample, self._config)
-            publish(folder, lambda work: _write_files(work, trained.files))
+            publish(folder, lambda work: write_files(work, trained.files))
             logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
         return load_tokenizer(folder)
 
@@ -331,19 +341,6 @@ def _check_trainable(sources: Sequence[SourceConfig]) -> None:
             f'there is no text to train a tokenizer on (kind="{sources[0].kind}"); set '
             "tokenizer.file to a folder with tokenizer.json and chat template, or model.init_from"
         )
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        with (folder / name).open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-
-def _file_digest(path: Path) -> str:
-    content = path.read_bytes() if path.is_file() else b""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _join(
@@ -366,13 +363,13 @@ def _join(
         _check_parts(source, writers, left_out)
     for reason, count in sorted(left_out.items()):
         logger.info("source %s: left out %d %s", source.name, count, reason)
-    _write_files(work, tokenizer.files)
+    write_files(work, tokenizer.files)
     facts = {
         "vocab_size": size,
         "eos_token_id": tokenizer.document_end_id,
         "pad_token_id": tokenizer.pad_token_id,
         "left_out": left_out,
-        "files": {name: _file_digest(work / name) for name in tokenizer.files},
+        "files": {name: file_digest(work / name) for name in tokenizer.files},
     }
     write_atomic(work / _FACTS, json.dumps(facts) + "\n")
 

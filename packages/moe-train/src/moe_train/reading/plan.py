@@ -58,14 +58,12 @@ class SourcePlan:
         digests: names and contents of the files, and keys that shape the rows; what the
             fingerprint is made of.
         left_out: how many files are left out, by reason.
-        unpacked: files that are not needed when the pieces are made.
     """
 
     pieces: tuple[tuple[Span, ...], ...]
     job: EncodeJob
     digests: tuple[str, ...]
     left_out: dict[str, int]
-    unpacked: tuple[Path, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -109,7 +107,7 @@ def plan_source(
         source: with every key set.
         fraction: share to hold out; 0 holds nothing out.
         end_id: the token that ends documents in arrays.
-        unpacked: folder for the content of compressed files.
+        unpacked: folder for the content of compressed files, until the pieces are made.
 
     Raises:
         ValueError: a file cannot be used, or there is too little to hold a part of it out.
@@ -138,7 +136,6 @@ def plan_source(
         job=job,
         digests=tuple(digests),
         left_out=left_out,
-        unpacked=tuple(file.path for file in files if file.path.parent == unpacked),
     )
 
 

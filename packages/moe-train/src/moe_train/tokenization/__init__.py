@@ -11,5 +11,6 @@ from moe_train.tokenization.choose import load_tokenizer as load_tokenizer
 from moe_train.tokenization.choose import train_settings as train_settings
 from moe_train.tokenization.choose import train_tokenizer as train_tokenizer
 from moe_train.tokenization.choose import vocabulary_rows as vocabulary_rows
+from moe_train.tokenization.folder import read_files as read_files
 from moe_train.tokenization.text_tokenizer import TextTokenizer as TextTokenizer
 from moe_train.tokenization.text_tokenizer import whole_text as whole_text
