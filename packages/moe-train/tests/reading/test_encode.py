@@ -202,6 +202,33 @@ def test_rows_of_a_matrix_are_documents_and_a_mask_stays(
         assert mask == [int(token % 3 != 0) for token in tokens]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_rows_of_tokens_keep_their_mask(tmp_path: Path, read: Reader, name: str) -> None:
+    ids = [list(range(8 * n, 8 * n + 5 + n % 3)) for n in range(20)]
+    rows = [{"input_ids": each, "loss_mask": [i % 3 != 0 for i in each]} for each in ids]
+    rows[7]["loss_mask"] = None  # type: ignore[assignment]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = read(tmp_path / name, kind="tokens")
+    assert sorted(found.ids["train"] + found.ids["validation"]) == ids
+    for tokens, mask in zip(found.ids["train"], found.trained["train"], strict=True):
+        assert mask == [int(i % 3 != 0 or tokens == ids[7]) for i in tokens]
+
+
+@pytest.mark.parametrize("mask", [[1, 0], [1, 0.5, 1], "101", [[1], [0, 1], [1]]])
+def test_a_mask_that_does_not_fit_its_row_is_named(
+    read: Reader, jsonl: Jsonl, mask: object
+) -> None:
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], "loss_mask": mask}]
+    with pytest.raises(ValueError, match=r"line 2: loss_mask is .*expected a list of 3 numbers"):
+        read(jsonl(rows), kind="tokens")
+
+
+def test_lists_in_a_row_of_tokens_are_named(read: Reader, jsonl: Jsonl) -> None:
+    with pytest.raises(ValueError, match=r"line 2: field 'input_ids' is no list of token ids"):
+        read(jsonl([{"input_ids": [1]}, {"input_ids": [[1], [2, 3]]}]), kind="tokens")
+
+
 def test_a_line_of_tokens_without_ends_is_cut_near_its_end(
     tmp_path: Path, read: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

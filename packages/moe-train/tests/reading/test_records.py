@@ -116,6 +116,12 @@ def test_embedding_pairs_have_any_number_of_negatives() -> None:
             embedding_pair(wrong, "p")
 
 
+def test_negatives_that_are_no_texts_are_named() -> None:
+    for given in (5, {"a": 1}, [5]):
+        with pytest.raises(ValueError, match=r"p: negatives is .*expected a text"):
+            embedding_pair({"anchor": "q", "positive": "a", "negatives": given}, "p")
+
+
 def test_only_the_needed_columns_are_read() -> None:
     assert columns_of("chat", "a.b")[0] == "a"
     assert columns_of("text", "a.b") == ("a.b", "a")

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from moe_train.errors import TrainValueError
 from moe_train.reading.formats import DataFile
 
+MASK_FIELD = "loss_mask"
+"""Where a file or row says which of its tokens are targets."""
+
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -116,7 +119,7 @@ def _shaped(file: DataFile, ids: NDArray[Any], trained: NDArray[Any] | None) -> 
         )
     if trained is not None and trained.shape != ids.shape:
         raise TrainValueError(
-            f"{file.shown}: loss_mask has shape {list(trained.shape)} and input_ids "
+            f"{file.shown}: {MASK_FIELD} has shape {list(trained.shape)} and input_ids "
             f"{list(ids.shape)}; give one number for each token"
         )
     borders = None
@@ -132,7 +135,7 @@ def _safetensors(file: DataFile) -> TokenArray:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, file.size_bytes)))
         names = sorted(name for name in header if name != "__metadata__")
-        entries = {name: header[name] for name in ("input_ids", "loss_mask") if name in header}
+        entries = {name: header[name] for name in ("input_ids", MASK_FIELD) if name in header}
         found = {name: _tensor(file, entry, 8 + length) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrainValueError(
@@ -143,7 +146,7 @@ def _safetensors(file: DataFile) -> TokenArray:
         raise TrainValueError(
             f'{file.shown} has no tensor "input_ids"; it has {", ".join(names) or "none"}'
         )
-    return _shaped(file, found["input_ids"], found.get("loss_mask"))
+    return _shaped(file, found["input_ids"], found.get(MASK_FIELD))
 
 
 def _tensor(file: DataFile, entry: Mapping[str, Any], data_start: int) -> NDArray[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_train.errors import TrainValueError
-from moe_train.reading.arrays import check_ids, open_array
+from moe_train.reading.arrays import MASK_FIELD, check_ids, open_array
 from moe_train.reading.records import (
     Conversation,
     columns_of,
@@ -275,14 +275,21 @@ class _Encoder:
         if not listed:
             self._left_out["rows without tokens"] += 1
             return
-        ids = np.array(listed) if isinstance(listed, list) else np.array([""])
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        ids = _whole_numbers(listed, "iu")
+        if ids is None:
             raise TrainValueError(f"{place}: field {self._job.field!r} is no list of token ids")
         try:
             check_ids(ids, self._tokenizer.vocab_size, span.file, 0)
         except TrainValueError as error:
             raise TrainValueError(f"{place}, of {error}") from error
-        self._parts[part].add(ids)
+        given = value.get(MASK_FIELD)
+        mask = None if given is None else _whole_numbers(given, "biu")
+        if given is not None and (mask is None or len(mask) != len(ids)):
+            raise TrainValueError(
+                f"{place}: {MASK_FIELD} is {type(given).__name__} {given!r:.50}, expected a list "
+                f"of {len(ids)} numbers, 0 or 1 for each token"
+            )
+        self._parts[part].add(ids, mask)
 
     def _add_pair(self, part: str, value: Mapping[str, Any], place: str) -> None:
         """The texts of a pair as documents, so that their lengths can be seen."""
@@ -321,6 +328,15 @@ class _RowSplit:
                 pairs = zip(self._parts, kept.tolist(), strict=True)
                 self._parts = [part if keep else None for part, keep in pairs]
         return self._parts[number - self._first]
+
+
+def _whole_numbers(listed: Any, kinds: str) -> NDArray[Any] | None:
+    """The numbers of a list, of these kinds of dtypes; None where it is anything else."""
+    try:
+        numbers = np.array(listed if isinstance(listed, list) else "")
+    except ValueError:  # lists of different lengths in it
+        return None
+    return numbers if numbers.dtype.kind in kinds and numbers.ndim == 1 else None
 
 
 def _rows(span: Span, columns: tuple[str, ...]) -> Iterator[Row | int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_train.errors import TrainValueError
+from moe_train.reading.arrays import MASK_FIELD
 from moe_train.reading.rows import field_of
 
 _SHAREGPT_FIELD = "conversations"
@@ -65,6 +66,8 @@ def columns_of(kind: str, field: str) -> tuple[str, ...]:
         return ("chosen", "rejected", "prompt", "tools")
     if kind == "embedding":
         return ("anchor", "positive", *_NEGATIVES)
+    if kind == "tokens":
+        return (field, field.split(".")[0], MASK_FIELD)
     return (field, field.split(".")[0])
 
 
@@ -117,7 +120,7 @@ def embedding_pair(value: Mapping[str, Any], place: str) -> EmbeddingPair:
     negatives: list[str] = []
     for name in _NEGATIVES:
         given = value.get(name)
-        for text in [] if given is None else [given] if isinstance(given, str) else given:
+        for text in given if isinstance(given, list) else [] if given is None else [given]:
             if not isinstance(text, str) or not text:
                 raise _wrong(place, name, text, "a text that is not empty, or a list of such")
             negatives.append(text)
