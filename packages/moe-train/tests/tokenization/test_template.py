@@ -39,6 +39,12 @@ def test_templates_stay_in_the_sandbox() -> None:
         rendered("{{ tools }}", tools=[{"a": {1}}])
 
 
+@pytest.mark.parametrize("tools", ['[{"name": "f"}]', {"name": "f"}])
+def test_tools_that_are_no_list_are_refused(tools: object) -> None:
+    with pytest.raises(ValueError, match=f"tools is {type(tools).__name__} .*expected a list"):
+        rendered("{% for tool in tools %}{{ tool | tojson }}{% endfor %}", tools=tools)
+
+
 def test_generation_blocks_are_found_by_their_characters() -> None:
     templates = ChatTemplates({"default": "ab{% generation %}cd{% endgeneration %}e"}, {})
     assert templates.marks_generation(None)

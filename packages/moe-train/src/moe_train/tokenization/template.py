@@ -59,8 +59,14 @@ class ChatTemplates:
         """The conversation as text.
 
         Raises:
-            ValueError: there is no template, it cannot be read, or it refuses the conversation.
+            ValueError: there is no template, it cannot be read, or it refuses the conversation; or
+                tools are no list.
         """
+        if not isinstance(tools, list | tuple | None):  # a template would go through its characters
+            raise TrainValueError(
+                f"tools is {type(tools).__name__} {tools!r:.50}, expected a list of objects; where "
+                "it is JSON written as text, put the list itself there"
+            )
         template = _compiled(self.text_for(tools))
         extension = template.environment.extensions[_GenerationBlocks.identifier]
         blocks, spans = cast(_GenerationBlocks, extension).start()
