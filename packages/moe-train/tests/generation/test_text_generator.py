@@ -16,3 +16,7 @@ def test_a_stream_is_the_text_in_pieces(trained_run: Path) -> None:
     assert "".join(pieces) == completion.text
     with pytest.raises(TypeError, match="prompts is one string; give a list"):
         generator.generate("def")
+    with pytest.raises(ValueError, match="batch_size=0; expected at least 1"):
+        generator.generate(["def"], batch_size=0)
+    with pytest.raises(TypeError, match="checkpoint must be Path, got str"):
+        TextGenerator.open(str(trained_run / "checkpoint-2"))  # type: ignore[arg-type]

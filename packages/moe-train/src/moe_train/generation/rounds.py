@@ -59,9 +59,11 @@ def generate_all(
         The completions of the round on the rank with `is_writer`, nothing on the others.
 
     Raises:
-        ValueError: a prompt does not fit the model.
+        ValueError: a prompt does not fit the model, or a batch has no rows.
     """
     check_prompts(model.config, prompts)
+    if batch_size < 1:
+        raise TrainValueError(f"batch_size={batch_size}; expected at least 1")
     wanted = [(n, k) for n in range(len(prompts)) for k in range(options.num_return_sequences)]
     per_round = batch_size * model.num_data_ranks
     for first in range(0, len(wanted), per_round):

@@ -37,6 +37,7 @@ class TextGenerator:
         Raises:
             ValueError: the folder cannot be used; the message names the file and a remedy.
         """
+        check_type("checkpoint", checkpoint, Path)
         tokenizer = load_tokenizer(checkpoint)
         return cls(open_model(checkpoint, options or ModelOptions(), None), tokenizer)
 
