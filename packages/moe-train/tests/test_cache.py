@@ -27,6 +27,18 @@ def test_published_folder_replaces_the_old_one_and_leaves_no_rest(tmp_path: Path
     assert [path.name for path in target.parent.iterdir()] == ["thing"]
 
 
+def test_what_another_process_has_published_meanwhile_stays(tmp_path: Path) -> None:
+    target = tmp_path / "thing"
+
+    def make(work: Path) -> None:
+        (work / "f").write_text("mine")
+        publish(target, lambda other: (other / "f").write_text("theirs"))  # type: ignore[arg-type, return-value]
+
+    publish(target, make, is_made=target.is_dir)
+    assert (target / "f").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+
+
 def test_failing_maker_publishes_nothing(tmp_path: Path) -> None:
     def fail(work: Path) -> None:
         (work / "half").write_text("x")

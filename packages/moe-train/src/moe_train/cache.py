@@ -32,10 +32,11 @@ def default_cache_dir() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[bool]:
     """Hold an exclusive lock on the file `path`; the system frees it when the process ends.
 
-    On file systems without locks nothing is held: `publish` stays right, work may be done twice.
+    On file systems without locks nothing is held, which is yielded as False: work may be done twice
+    at once, so that unfinished work of others must be left alone; `publish` stays right.
 
     Raises:
         TimeoutError: another process held the lock for `timeout_s`.
@@ -44,7 +45,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     with path.open("a+") as stream:
         deadline = time.monotonic() + timeout_s
         waiting = False
-        while not _try_lock(stream.fileno()):
+        while (held := _try_lock(stream.fileno())) is False:
             if not waiting:
                 logger.info("waiting for another process that fills %s", path.parent)
                 waiting = True
@@ -54,7 +55,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
                     "data.cache_dir to another folder"
                 )
             time.sleep(_LOCK_POLL_S)
-        yield
+        yield bool(held)
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def claimed(path: Path, refusal: str) -> Iterator[None]:
         BlockingIOError: `refusal`, and which process of which machine holds it.
     """
     with path.open("a+") as stream:
-        if not _try_lock(stream.fileno()):
+        if _try_lock(stream.fileno()) is False:
             stream.seek(0)
             raise BlockingIOError(f"{refusal} (held by {stream.read().strip()})")
         stream.truncate(0)
@@ -76,26 +77,39 @@ def claimed(path: Path, refusal: str) -> Iterator[None]:
         yield
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether it is held now; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
         logger.debug("no locks on this file system; going on without")
+        return None
     return True
 
 
-def publish(target: Path, make: Callable[[Path], None]) -> None:
-    """Fill a new folder with `make` and give it the name `target`, replacing what is there."""
+def publish(
+    target: Path, make: Callable[[Path], None], *, is_made: Callable[[], bool] = lambda: False
+) -> None:
+    """Fill a new folder with `make` and give it the name `target`, replacing what is there.
+
+    Args:
+        is_made: whether another process has published the same meanwhile, which then stays.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         make(work)
         work.chmod(0o755)
-        if target.exists():
+        if target.exists() and not is_made():
             target.replace(work / ".replaced")
-        work.replace(target)
+        try:
+            work.replace(target)
+        except OSError:
+            if not is_made():
+                raise
+            shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(target / ".replaced", ignore_errors=True)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

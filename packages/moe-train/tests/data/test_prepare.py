@@ -1,3 +1,4 @@
+import errno
 import gzip
 import io
 import json
@@ -287,6 +288,42 @@ def test_a_job_does_not_take_away_what_another_one_has_unpacked(
         ]
         assert len(texts[0]) + len(texts[1]) == 60
     assert found.fingerprint != others[0].fingerprint != plain.fingerprint
+
+
+def test_without_locks_processes_leave_each_others_work_alone(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = rows_of(tmp_path / "a.jsonl", 60, "a")
+    path.write_text(path.read_text() + "\n")  # the empty line is said while files are joined
+    whole = prepare(make(corpus=(str(path),), cache_dir=str(tmp_path / "other")))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    others: list[PreparedCorpus] = []
+
+    class Other(logging.Handler):
+        """While a process joins its files, another one does the same work to its end."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "left out" in record.msg and not others:
+                others.append(whole)
+                others[0] = prepare(make(corpus=(str(path),)))
+
+    caplog.set_level(logging.INFO)
+    logger, other = logging.getLogger("moe_train.data.prepare"), Other()
+    logger.addHandler(other)
+    try:
+        found = prepare(make(corpus=(str(path),)))
+    finally:
+        logger.removeHandler(other)
+    assert others == [found]
+    assert found.fingerprint == whole.fingerprint
+    assert found.sources[0].train.read_bytes() == whole.sources[0].train.read_bytes()
+    for name in ("pieces", "unpacked"):
+        assert not list((tmp_path / "cache").glob(f"{name}/*"))
+    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
 
 
 def test_a_job_has_its_own_files_of_a_tokenizer_that_the_cache_knows(

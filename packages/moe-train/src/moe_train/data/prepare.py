@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.config import Config, SourceConfig
@@ -151,10 +152,11 @@ def prepare(config: Config, *, verify: bool = False, only_check: bool = False) -
     index_file = cache_dir / "index" / f"{seen_as}.json"
     prepared = _lookup(config, cache_dir, index_file, verify)
     if prepared is None:
-        with locked(cache_dir / "locks" / f"{seen_as}.lock"):
+        with locked(cache_dir / "locks" / f"{seen_as}.lock") as is_alone:
             prepared = _lookup(config, cache_dir, index_file, verify)
             if prepared is None:
-                unpacked = cache_dir / "unpacked" / seen_as  # other jobs remove theirs at any time
+                own = seen_as if is_alone else uuid4().hex
+                unpacked = cache_dir / "unpacked" / own  # other jobs remove theirs at any time
                 try:
                     preparation = _Preparation(config, cache_dir, settings, chosen, unpacked)
                     prepared = preparation.run(found)
@@ -304,15 +306,20 @@ class _Preparation:
     ) -> None:
         """Encode a source and publish its token files."""
         size_mb = plan.size_bytes / 1e6
-        with locked(self._cache_dir / "locks" / f"{folder.name}.lock"):
+        with locked(self._cache_dir / "locks" / f"{folder.name}.lock") as is_alone:
             if _facts_of(folder) is not None:  # made meanwhile, from the same files elsewhere
                 return
-            for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            pieces = self._cache_dir / "pieces" / (folder.name if is_alone else uuid4().hex)
+            if is_alone:  # or they are of a process that is at work
+                for left in folder.parent.glob(f".{folder.name}.*"):  # by one that was killed
+                    shutil.rmtree(left, ignore_errors=True)
             logger.info("preparing source %s, %.1f MB (once): %s", source.name, size_mb, folder)
-            pieces = self._cache_dir / "pieces" / folder.name
             make_pieces(plan, tokenizer, pieces, self._workers)
-            publish(folder, lambda work: _join(work, source, plan, pieces, tokenizer))
+            publish(
+                folder,
+                lambda work: _join(work, source, plan, pieces, tokenizer),
+                is_made=lambda: _facts_of(folder) is not None,
+            )
             shutil.rmtree(pieces, ignore_errors=True)
 
     def _trained(self, plans: Sequence[SourcePlan], name: str) -> TextTokenizer:
@@ -324,7 +331,7 @@ class _Preparation:
             texts = [plan for plan in plans if plan.job.kind == "text"]
             sample = (text for plan in texts for text in training_texts(plan, room // len(texts)))
             trained = train_tokenizer(sample, self._config)
-            publish(folder, lambda work: write_files(work, trained.files))
+            publish(folder, lambda work: write_files(work, trained.files), is_made=folder.is_dir)
             logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
         return load_tokenizer(folder)
 

@@ -44,7 +44,11 @@ def kept_tokenizer(tokenizer: TextTokenizer, cache_dir: Path, made: Path) -> Pat
     folder = cache_dir / "tokenizers" / name
     with locked(cache_dir / "locks" / f"{name}.lock"):
         if _files_in(folder) != files:
-            publish(folder, lambda work: write_files(work, files))
+            publish(
+                folder,
+                lambda work: write_files(work, files),
+                is_made=lambda: _files_in(folder) == files,
+            )
     return folder / _TOKENIZER
 
 
