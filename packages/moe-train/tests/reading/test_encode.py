@@ -72,6 +72,16 @@ def test_a_part_of_the_rows_may_be_used(read: Reader, jsonl: Jsonl) -> None:
     assert found.left_out["rows beyond max_bytes"] == 60 - len(found.all)
 
 
+def test_a_limit_holds_for_texts_beside_rows(tmp_path: Path, read: Reader, jsonl: Jsonl) -> None:
+    jsonl([{"text": "r" * 90} for _ in range(40)])
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text("t" * 100)
+    found = read(tmp_path, extensions=(".txt", ".jsonl"), max_bytes=2000)
+    texts = [each for each in found.all if each.startswith("t")]
+    assert len(texts) == 9
+    assert 5 < len(found.all) - len(texts) < 16
+
+
 def test_what_is_left_out_is_counted(read: Reader, jsonl: Jsonl) -> None:
     path = jsonl([{"text": None}, {"text": ""}, *ROWS, {"text": "a\ud800b"}])
     path.write_text(path.read_text() + "\n\n")

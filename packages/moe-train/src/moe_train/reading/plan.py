@@ -85,12 +85,15 @@ def find_files(source: SourceConfig) -> list[Document]:
     place = "data" if source.name == "data" else source.place
     found = find_documents(source.corpus, extensions=extensions, place=place)
     found = [document for document in found if not document.name.endswith(".idx")]
-    given = str(source.format)
-    if source.max_bytes is None or any(
-        file_format(document.path, kind=kind, given=given) != "text" for document in found
-    ):
+    given, limit = str(source.format), source.max_bytes
+    texts = [d for d in found if file_format(d.path, kind=kind, given=given) == "text"]
+    if limit is None or not texts:
         return found
-    return sample_documents(found, source.max_bytes)
+    # Beside files of rows, of which a part is used, texts have their share.
+    share = sum(each.size_bytes for each in texts) / sum(each.size_bytes for each in found)
+    kept = {each.path for each in sample_documents(texts, int(limit * share))}
+    left = {each.path for each in texts} - kept
+    return [document for document in found if document.path not in left]
 
 
 def plan_source(
@@ -124,7 +127,7 @@ def plan_source(
     digests = [part for file, digest in texts for part in (file.name, digest)]
     for file, cut in zip(others, cuts, strict=True):
         digests += [file.name, cut.digest]
-    job = _job(source, cuts, fraction, dtype)
+    job = _job(source, cuts, fraction, dtype, sum(file.size_bytes for file, _ in texts))
     if others:
         digests.append(repr(job))
     if not texts and not any(cut.num_rows for cut in cuts):
@@ -213,10 +216,13 @@ def _cut(file: DataFile, dtype: str, end_id: int) -> FileCut:
     return cut_array(file, dtype, end_id)
 
 
-def _job(source: SourceConfig, cuts: Sequence[FileCut], fraction: float, dtype: str) -> EncodeJob:
+def _job(
+    source: SourceConfig, cuts: Sequence[FileCut], fraction: float, dtype: str, text_bytes: int
+) -> EncodeJob:
     spans = [span for cut in cuts for span in cut.spans]
     size = sum(span.size_bytes for span in spans)
-    kept = 1.0 if source.max_bytes is None or not size else source.max_bytes / size
+    limit = source.max_bytes
+    kept = 1.0 if limit is None or not size else max(0, limit - text_bytes) / size
     hold_below = int(fraction * _ALL_ROWS)
     keep_below = None if kept >= 1 else int(kept * _ALL_ROWS)
     num_rows = sum(cut.num_rows for cut in cuts)
