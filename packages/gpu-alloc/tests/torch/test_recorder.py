@@ -7,7 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the recorder needs torch")
 
+from torch import distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, replay  # noqa: E402
 from gpu_alloc.torch import TraceRecorder  # noqa: E402
@@ -158,6 +162,108 @@ def test_a_storage_that_is_resized_gives_its_memory_back_and_takes_other(fake: b
     assert (4000, "parameters") in allocated, "memory taken again is what it was before"
     torch.zeros(10).untyped_storage().resize_(0)
     assert len([e for e in recorder.events if e.action == "alloc"]) == len(allocated)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_what_was_empty_or_is_from_before_is_recorded_once_it_is_resized(fake: bool) -> None:
+    before, of_thread = torch.zeros(1000), torch.zeros(10).untyped_storage()
+    with FakeTensorMode() if fake else torch.no_grad(), TraceRecorder() as recorder:
+        ones = torch.ones(700)
+        total, rows, bare = torch.empty(0), torch.empty(0), torch.empty(0)
+        torch.add(ones, ones, out=total)
+        rows.resize_(500)
+        bare.untyped_storage().resize_(600)
+        sizes = [event.size_bytes for event in recorder.events if event.action == "alloc"]
+        assert sizes == [2800, 2800, 2000, 600]
+        del ones, total, rows, bare
+        gc.collect()
+        assert live_bytes(recorder.events) == 0
+    with TraceRecorder() as recorder:  # as of weights that are sharded before
+        before.untyped_storage().resize_(0)
+        assert recorder.events == []
+        before.untyped_storage().resize_(8000)
+        thread = threading.Thread(target=of_thread.resize_, args=(400,))
+        thread.start()
+        thread.join()
+    assert [event.size_bytes for event in recorder.events] == [8000]
+
+
+def test_data_that_becomes_a_tensor_is_recorded() -> None:
+    with TraceRecorder() as recorder:
+        kept = torch.tensor(list(range(100)))
+        assert live_bytes(recorder.events) == 800
+        del kept
+        gc.collect()
+        assert live_bytes(recorder.events) == 0
+
+
+def test_a_free_that_a_collection_notes_inside_an_allocation_mixes_no_labels() -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.me, self.held = self, torch.zeros(10)
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # so that collections take no time
+    try:
+        with TraceRecorder() as recorder:
+            for number in range(1, 150):
+                gc.disable()
+                Knot()
+                gc.set_threshold(number)  # collects after so many objects, wherever that is
+                gc.enable()
+                kept = torch.zeros(1000)
+                gc.set_threshold(*threshold)
+                recorder.label(f"kept {number}", [kept])
+                recorder.mark("end")
+                recorder.forget("end")
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
+        gc.enable()
+    assert [event.note for event in recorder.events if event.size_bytes == 4000] == ["kept 149"]
+
+
+def _wrapped(rank: int, world_size: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+    shard = DTensor.from_local(torch.ones(1000), mesh, [Shard(0)])
+    assert shard.shape == (4000,)
+    with TraceRecorder() as recorder:
+        moments = torch.zeros_like(shard)
+        assert live_bytes(recorder.events) == 4000, "what this rank has of it"
+        recorder.label("moments", [moments])
+        recorder.add([shard])
+    assert [(e.size_bytes, e.note) for e in recorder.events] == [(4000, "moments"), (4000, "")]
+    with TraceRecorder() as recorder:
+        rows = torch.nested.nested_tensor([torch.ones(10), torch.ones(20)], layout=torch.jagged)
+        before = live_bytes(recorder.events)
+        assert (rows * 2).shape[0] == 2
+        assert max(e.size_bytes for e in recorder.events) == 120
+        gc.collect()
+        assert live_bytes(recorder.events) == before
+    dist.destroy_process_group()
+
+
+def test_tensors_that_wrap_others_are_recorded_by_what_has_their_memory() -> None:
+    run_ranks(_wrapped, 1, init=False)
+
+
+def test_operators_of_higher_order_are_recorded_by_what_they_return() -> None:
+    x = torch.ones(10)
+    with TraceRecorder() as recorder:
+        kept = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+        assert live_bytes(recorder.events) >= kept.nbytes
+
+
+def test_a_fake_tensor_is_of_the_device_that_it_names() -> None:
+    with FakeTensorMode(), TraceRecorder() as recorder:
+        kept = torch.zeros(10), torch.zeros(20, device="cuda:1")
+        assert {device: len(events) for device, events in recorder.traces().items()} == {
+            "cpu": 1,
+            "cuda:1": 1,
+        }
+        assert len(kept) == 2
 
 
 def test_threads_that_start_meanwhile_are_recorded_if_asked_for() -> None:

@@ -1,8 +1,8 @@
 """The one module that imports torch, and what it takes from torch's private parts.
 
 Tested against torch 2.11 to 2.15: `UntypedStorage._cdata` and that its `resize_` may be replaced,
-`torch.utils._python_dispatch`, `torch._subclasses`, an operator's `_schema`; against 2.15
-`_cuda_customAllocator`, `_cuda_changeCurrentAllocator`.
+`torch.utils._python_dispatch`, `torch._subclasses`, `torch._ops`, an operator's `_schema`; against
+2.15 `_cuda_customAllocator`, `_cuda_changeCurrentAllocator`.
 """
 
 try:
@@ -18,9 +18,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -46,7 +51,8 @@ def is_changed_in_place(func: Any) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts; of sparse ones those that have their memory.
+    """The tensors in nested lists, tuples and dicts; of sparse ones, and of those that only wrap
+    others (DTensor, jagged), those that have their memory.
 
     mkldnn's are left out: torch shows nobody the memory of theirs.
     """
@@ -55,6 +61,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _with_storages(tensor: Tensor) -> tuple[Tensor, ...]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return tuple(tensors_in([getattr(tensor, name) for name in names]))
     layout = tensor.layout
     if layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
@@ -66,16 +75,20 @@ def _with_storages(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside, storages are told of once they are resized: `UntypedStorage.resize_` is no operator.
+def on_resize(saw: "_Tensors", resized: "_Storage") -> Iterator[None]:
+    """Inside, `resized` is told of storages once they are resized, and whether in a thread in which
+    `saw` is told of what operators make: `UntypedStorage.resize_` is no operator.
 
     Other code that replaces the method does so inside, or all of the time.
     """
     resize = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size_bytes: int) -> Any:
+        before = self.nbytes()
         result = resize(self, size_bytes)
-        tell(self)
+        if self.nbytes() != before:
+            modes = _get_current_dispatch_mode_stack()
+            resized(self, any(isinstance(m, OutputsMode) and m.saw == saw for m in modes))
         return result
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -90,16 +103,18 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class OutputsMode(TorchDispatchMode):
-    """Hands the tensors that each operator makes to a function, those it changed to another."""
+_Tensors = Callable[[Iterable[Tensor]], None]
+_Storage = Callable[[torch.UntypedStorage, bool], None]
 
-    def __init__(
-        self,
-        saw: Callable[[Iterable[Tensor]], None],
-        changed: Callable[[Iterable[Tensor]], None],
-    ) -> None:
+
+class OutputsMode(TorchDispatchMode):
+    """Hands the tensors that each operator makes to a function, storages it resized to another."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, saw: _Tensors, resized: _Storage) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
-        self._saw, self._changed = saw, changed
+        self.saw, self._resized = saw, resized
 
     def __torch_dispatch__(
         self,
@@ -108,15 +123,21 @@ class OutputsMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, then show what it made or, where it writes, what it was given."""
+        """Run the operator, then show what it made or, where it writes, what it resized."""
         given = tensors_in((args, kwargs))
+        if isinstance(func, OpOverload) and _writes(func._schema.returns):
+            storages = [tensor.untyped_storage() for tensor in given]
+            sizes = [storage.nbytes() for storage in storages]
+            result = func(*args, **(kwargs or {}))
+            for storage, size in zip(storages, sizes, strict=True):
+                if storage.nbytes() != size:
+                    self._resized(storage, True)
+            return result  # of `out` a fake mode returns another tensor
         result = func(*args, **(kwargs or {}))
-        if _writes(func._schema.returns):
-            self._changed(given)  # of `out` a fake mode returns another tensor
-            return result
-        # An output may be a view of memory that was there before the recording.
-        known = set(map(storage_id, given))
-        self._saw(t for t in tensors_in(result) if storage_id(t) not in known)
+        # An output may be a view of memory that was there before the recording, but for that of
+        # `torch.tensor`, which comes from no other operator.
+        known = set() if func is torch.ops.aten.lift_fresh.default else set(map(storage_id, given))
+        self.saw(t for t in tensors_in(result) if storage_id(t) not in known)
         return result
 
 

@@ -31,7 +31,7 @@ from typing import Any, Self, final
 from gpu_alloc.errors import AllocValueError
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.new_threads import in_new_threads
-from gpu_alloc.torch._torch_private import OutputsMode, on_resize, storage_id, torch
+from gpu_alloc.torch._torch_private import OutputsMode, on_resize, storage_id, tensors_in, torch
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class _Held:
     """A live storage: what the trace has of its memory, and what tells that it is gone."""
 
     block: int
-    size_bytes: int  # 0: it has given its memory back and has none
-    place: int  # of the allocation in the trace
+    size_bytes: int  # 0: it has no memory, or has given it back
+    device: torch.device
     note: str
     finalizer: "weakref.finalize[Any, torch.UntypedStorage]"
 
@@ -79,10 +79,10 @@ class TraceRecorder:
         if self._entered:
             raise AllocValueError("a TraceRecorder is entered once; make another for another trace")
         self._entered = self._recording = True
-        self._contexts.enter_context(on_resize(self._resized))
+        self._contexts.enter_context(on_resize(self._saw, self._resized))
         if self._all_threads:
             self._contexts.enter_context(in_new_threads(self._enter_thread))
-        self._contexts.enter_context(OutputsMode(self._saw, self._changed))
+        self._contexts.enter_context(OutputsMode(self._saw, self._resized))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -137,30 +137,25 @@ class TraceRecorder:
             freed = {event.block_id for event in before if event.action == "free"}
             for block in freed:
                 self._devices.pop(block, None)
-            kept = [n for n, e in enumerate(before) if e.action == "alloc"]
-            kept = [n for n in kept if before[n].block_id not in freed]
-            now = {old: new for new, old in enumerate(kept)}
-            shorter = len(before) - len(kept)
-            for held in self._live.values():
-                if held.size_bytes:
-                    inside = held.place < len(before)
-                    held.place = now[held.place] if inside else held.place - shorter
-            self.events[: len(before)] = [before[n] for n in kept]
+            kept = [e for e in before if e.action == "alloc" and e.block_id not in freed]
+            self.events[: len(before)] = kept
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record storages that were made unseen, by another thread or library, as made now."""
-        self._saw(tensors)
+        self._saw(tensors_in(list(tensors)))
 
     def label(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Note of live tensors what they are, whoever made them; those of before are left out."""
         with self._lock:
-            for tensor in tensors:
-                held = self._live.get(storage_id(tensor))
-                if held is None:
-                    continue
+            keys = map(storage_id, tensors_in(list(tensors)))
+            found = [self._live[key] for key in keys if key in self._live]
+            for held in found:
                 held.note = name
-                if held.size_bytes:
-                    self.events[held.place] = replace(self.events[held.place], note=name)
+            blocks = {held.block for held in found if held.size_bytes}
+            # Looked for, not remembered: a finalizer may note a free before any allocation.
+            for place, event in enumerate(self.events):
+                if event.action == "alloc" and event.block_id in blocks:
+                    self.events[place] = replace(event, note=name)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -173,42 +168,49 @@ class TraceRecorder:
 
     def _enter_thread(self) -> None:
         if self._recording:  # until the thread ends, for nothing once the recording has
-            OutputsMode(self._saw, self._changed).__enter__()  # type: ignore[no-untyped-call]
+            OutputsMode(self._saw, self._resized).__enter__()  # type: ignore[no-untyped-call]
 
     def _saw(self, tensors: Iterable[torch.Tensor]) -> None:
-        if not self._recording:
-            return
         for tensor in tensors:
-            if self._device is None or _is_on(tensor.device, self._device):
-                self._add(tensor)
+            self._hold(tensor.untyped_storage(), tensor.device)
 
-    def _changed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An operator that works in place may have resized what it was given."""
-        for tensor in tensors:
-            self._resized(tensor.untyped_storage())
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        key, storage = storage_id(tensor), tensor.untyped_storage()
+    def _resized(self, storage: torch.UntypedStorage, in_recorded_thread: bool) -> None:
+        """What a storage from before the recording has now is new, too."""
         with self._lock:
-            if key in self._live or not storage.nbytes():
-                return
-            finalizer = weakref.finalize(storage, self._freed, key)
-            finalizer.atexit = False
-            note = _label(self._labels) if self._labels else ""
-            held = _Held(block=0, size_bytes=0, place=0, note=note, finalizer=finalizer)
-            self._live[key] = held
-            self._take(held, storage)
+            held = self._live.get(storage._cdata)
+        if held is not None or in_recorded_thread:
+            self._hold(storage, storage.device if held is None else held.device)
 
-    def _take(self, held: _Held, storage: torch.UntypedStorage) -> None:
-        held.block, held.size_bytes = next(self._blocks), storage.nbytes()
-        held.place = len(self.events)
-        self._devices[held.block] = str(storage.device)
+    def _hold(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """Note what a storage has now: also nothing, since it may be resized later.
+
+        device: the tensor's; the storage of a fake one says that it is on none.
+        """
+        if not self._recording or not (self._device is None or _is_on(device, self._device)):
+            return
+        with self._lock:
+            key: int = storage._cdata
+            held = self._live.get(key)
+            if held is None:
+                finalizer = weakref.finalize(storage, self._freed, key)
+                finalizer.atexit = False
+                note = _label(self._labels) if self._labels else ""
+                held = _Held(block=0, size_bytes=0, device=device, note=note, finalizer=finalizer)
+                self._live[key] = held
+            if held.size_bytes != storage.nbytes():
+                self._give(held)
+                if storage.nbytes():
+                    self._take(held, storage.nbytes())
+
+    def _take(self, held: _Held, size_bytes: int) -> None:
+        held.block, held.size_bytes = next(self._blocks), size_bytes
+        self._devices[held.block] = str(held.device)
         self.events.append(
             TraceEvent(
                 action="alloc",
                 block_id=held.block,
-                size_bytes=held.size_bytes,
-                stream=_stream_of(storage.device),
+                size_bytes=size_bytes,
+                stream=_stream_of(held.device),
                 note=held.note,
             )
         )
@@ -218,14 +220,6 @@ class TraceRecorder:
             block, size_bytes = held.block, held.size_bytes
             held.size_bytes = 0
             self.events.append(TraceEvent(action="free", block_id=block, size_bytes=size_bytes))
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        with self._lock:
-            held = self._live.get(storage._cdata)
-            if held is not None and held.size_bytes != storage.nbytes():
-                self._give(held)
-                if storage.nbytes():
-                    self._take(held, storage)
 
     def _freed(self, key: int) -> None:
         with self._lock:
