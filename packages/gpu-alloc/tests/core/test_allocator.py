@@ -21,6 +21,7 @@ from gpu_alloc import (
     check_snapshot,
     replay,
 )
+from gpu_alloc.errors import AllocTypeError, TraceError
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("each_core")
@@ -89,6 +90,38 @@ def test_wrong_sizes_are_refused(nbytes: int, error: type[Exception]) -> None:
     allocator = TwoPoolAllocator(AddressSource(), AllocatorConfig())
     with pytest.raises(error):
         allocator.malloc(nbytes)
+
+
+@pytest.mark.parametrize("stream", [None, "side", 1.5])
+def test_a_stream_that_is_no_integer_is_refused(stream: object) -> None:
+    allocator = TwoPoolAllocator(AddressSource(), AllocatorConfig())
+    with pytest.raises(AllocTypeError, match="a stream is named by a whole number, got"):
+        allocator.malloc(8, stream)  # type: ignore[arg-type]
+    assert allocator.stats().reserved_bytes == 0
+
+
+def test_what_counts_as_an_integer_names_a_stream_in_a_trace_too() -> None:
+    class Three:
+        def __index__(self) -> int:
+            return 3
+
+    allocator = TwoPoolAllocator(AddressSource(), AllocatorConfig())
+    allocator.start_recording()
+    allocator.malloc(8, Three())  # type: ignore[arg-type]
+    assert [event.stream for event in allocator.stop_recording()] == [3]
+    assert allocator.release_idle(stream=Three()) == 0  # type: ignore[arg-type]
+
+
+def test_a_mark_that_is_no_text_is_refused_at_once_and_the_trace_goes_on() -> None:
+    allocator = TwoPoolAllocator(AddressSource(), AllocatorConfig())
+    allocator.mark("before the recording")
+    allocator.start_recording()
+    allocator.malloc(8)
+    with pytest.raises(TraceError, match="note=3 is a int"):
+        allocator.mark(3)  # type: ignore[arg-type]
+    allocator.mark("step 1")
+    events = allocator.stop_recording()
+    assert [(e.action, e.note) for e in events] == [("alloc", ""), ("mark", "step 1")]
 
 
 def test_double_and_foreign_frees_are_refused_and_change_nothing() -> None:
@@ -289,6 +322,43 @@ def test_closed_allocator_gives_each_chunk_back_with_its_last_block() -> None:
     assert source.used_bytes == 2 * MIB
     with pytest.raises(AllocError, match="after close"):
         allocator.malloc(1)
+
+
+def test_blocks_that_are_garbage_together_with_their_allocator_are_freed_by_their_finalizers() -> (
+    None
+):
+    """In cycles the allocator's own end may come before that of the blocks."""
+    source = HostSource()
+    freed = []
+
+    class Block:
+        def __init__(self, blocks: "Blocks") -> None:
+            self.blocks, self.ptr = blocks, blocks.allocator.malloc(MIB).ptr
+
+        def __del__(self) -> None:
+            self.blocks.allocator.free(self.ptr)
+            freed.append(self.ptr)
+
+    class Blocks:
+        def __init__(self) -> None:
+            self.allocator = TwoPoolAllocator(source, AllocatorConfig())
+            self.held = [Block(self) for _ in range(50)]
+
+    for _ in range(20):
+        Blocks()
+        gc.collect()
+    assert len(freed) == 20 * 50
+    assert source.used_bytes == 0
+
+
+def test_an_allocator_that_is_dropped_gives_its_memory_back() -> None:
+    source = HostSource()
+    allocator = TwoPoolAllocator(source, AllocatorConfig(large_pool_pre_alloc_in_mb=16))
+    allocator.free(allocator.malloc(100 * MIB).ptr)
+    assert source.used_bytes >= 116 * MIB
+    del allocator
+    gc.collect()
+    assert source.used_bytes == 0
 
 
 def test_peaks_can_be_reset() -> None:

@@ -14,6 +14,7 @@ from gpu_alloc import (
     check_snapshot,
     replay,
 )
+from gpu_alloc.errors import AllocTypeError
 from gpu_alloc.sources import StreamEvents
 
 MIB = 1 << 20
@@ -171,8 +172,23 @@ def test_no_bytes_are_in_use_on_no_stream() -> None:
     allocator.record_stream(allocator.malloc(0).ptr, 2)
 
 
+class Number:
+    """What only counts as an integer, as a number of numpy does."""
+
+    def __index__(self) -> int:
+        return 2
+
+
 def test_wrong_calls_are_refused() -> None:
     allocator, _ = _allocator(64)
+    ptr = allocator.malloc(8, 1).ptr
+    for stream in (None, "side", 1.5):
+        with pytest.raises(AllocTypeError, match="a stream is named by a whole number, got"):
+            allocator.record_stream(ptr, stream)  # type: ignore[arg-type]
+    for number in (2, Number()):
+        allocator.record_stream(ptr, number)  # type: ignore[arg-type]
+    allocator.free(ptr)
+    assert allocator.malloc(8, 1).size == 512
     with pytest.raises(InvalidFreeError, match="not allocated here"):
         allocator.record_stream(123, 1)
     plain = TwoPoolAllocator(AddressSource(), AllocatorConfig())

@@ -1,7 +1,6 @@
 """What is the compiled core's own; what both cores do is held by tests/core."""
 
 import ctypes
-import gc
 import json
 import subprocess
 import sys
@@ -128,16 +127,6 @@ def test_cores_call_cuda_on_their_own_device_and_end_no_capture() -> None:
     assert facts["after"] == [0, 0]
     assert facts["marks"] == ["a", "b"]
     assert [facts[f"reused{of}"] for of in ("_unrecorded", "_unwaited", "")] == [False, False, True]
-
-
-def test_an_allocator_that_is_dropped_gives_its_memory_back() -> None:
-    source = HostSource()
-    allocator = NativeAllocator(source, AllocatorConfig(large_pool_pre_alloc_in_mb=16))
-    allocator.free(allocator.malloc(100 * MIB).ptr)
-    assert source.used_bytes >= 116 * MIB
-    del allocator
-    gc.collect()
-    assert source.used_bytes == 0
 
 
 def test_what_a_callback_raises_is_raised_by_whatever_is_asked_next() -> None:

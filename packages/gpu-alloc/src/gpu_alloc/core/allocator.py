@@ -17,7 +17,7 @@ Invariant: no two live allocations overlap, and a pointer is freed exactly once.
 """
 
 import gc
-import operator
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -32,12 +32,15 @@ from gpu_alloc.core.policy import TwoPoolPolicy
 from gpu_alloc.core.snapshot import Snapshot, take_snapshot
 from gpu_alloc.core.stats import Stats
 from gpu_alloc.errors import (
-    AllocTypeError,
     AllocValueError,
     ClosedError,
     InvalidFreeError,
-    ReentrantMallocError,
     check_kind,
+    check_limit,
+    refuse_free,
+    refuse_reentry,
+    stream_number,
+    whole_number,
 )
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.plan import LifetimePlan, PlanUse
@@ -72,6 +75,8 @@ class TwoPoolAllocator:
     OutOfMemoryError when the pre-allocation does not fit.
     """
 
+    _closed = True  # until it is made whole
+
     def __init__(
         self,
         source: ChunkSource,
@@ -89,7 +94,6 @@ class TwoPoolAllocator:
         # the two apart.
         self._lock = threading.RLock()
         self._busy = False
-        self._closed = False
         self._live: dict[int, Block] = {}
         self._pending: deque[Block] = deque()
         self._users: dict[int, set[int]] = {}  # pointer -> other streams that use the block
@@ -97,36 +101,42 @@ class TwoPoolAllocator:
         self._serial = 0
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
+        self._closed = False
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At interpreter exit the process's memory goes as a whole; CUDA may be gone already.
+        if not self._closed and not is_exiting():
+            self.close()
 
     def malloc(self, nbytes: int, stream: int = 0) -> Allocation:
         """Hand out at least `nbytes` bytes for work on `stream` (any integer that names it).
 
-        Zero bytes give `Allocation(0, 0)`, which needs no free. Raises AllocTypeError for a size
-        that is no integer, AllocValueError for a negative one, OutOfMemoryError with a report when
-        nothing fits, ReentrantMallocError when called from a finalizer or hook that runs inside
-        this allocator, ClosedError after `close()`.
+        Zero bytes give `Allocation(0, 0)`, which needs no free. Raises AllocTypeError for a size or
+        stream that is no integer, AllocValueError for a negative size, OutOfMemoryError with a
+        report when nothing fits, ReentrantMallocError when called from a finalizer or hook that
+        runs inside this allocator, ClosedError after `close()`.
         """
-        try:
-            requested = operator.index(nbytes)
-        except TypeError:
-            raise AllocTypeError(f"malloc takes a number of bytes, got {nbytes!r}") from None
-        if requested <= 0:
-            if requested == 0:
+        if type(nbytes) is not int:
+            nbytes = whole_number(nbytes, "malloc takes a number of bytes")
+        if type(stream) is not int:
+            stream = stream_number(stream)
+        if nbytes <= 0:
+            if nbytes == 0:
                 return Allocation(0, 0)
-            raise AllocValueError(f"malloc of {requested} bytes; a size must be 0 or more")
-        allocation = self._try_malloc(requested, stream, False)
+            raise AllocValueError(f"malloc of {nbytes} bytes; a size must be 0 or more")
+        allocation = self._try_malloc(nbytes, stream, False)
         if allocation is not None:
             return allocation
         if self._deferred is not None:
             self._exclusively(lambda: self._reap(everything=True))
-            allocation = self._try_malloc(requested, stream, False)
+            allocation = self._try_malloc(nbytes, stream, False)
         if allocation is None:
             self._on_exhausted()
-            allocation = self._last_attempt(requested, stream)
+            allocation = self._last_attempt(nbytes, stream)
         while allocation is None and self._pending:  # what finalizers freed inside that attempt
-            allocation = self._last_attempt(requested, stream)
+            allocation = self._last_attempt(nbytes, stream)
         if allocation is None:
-            raise OutOfMemoryError(self._exclusively(lambda: self._fail(requested, stream)))
+            raise OutOfMemoryError(self._exclusively(lambda: self._fail(nbytes, stream)))
         return allocation
 
     def free(self, ptr: int) -> None:
@@ -141,11 +151,7 @@ class TwoPoolAllocator:
         # Atomic: of two threads that free one pointer, one gets None.
         block = self._live.pop(ptr, None)
         if block is None:
-            check_kind(ptr, int, "free takes the address that malloc returned")
-            raise InvalidFreeError(
-                f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
-                "to another allocator"
-            )
+            refuse_free(ptr)
         if not self._lock.acquire(False):
             self._pending.append(block)
             return
@@ -169,10 +175,12 @@ class TwoPoolAllocator:
         """Say that work on `stream` uses the allocation at `ptr`, which was made for another: once
         freed, it is reused only after the work that is queued on `stream` by then is done.
 
-        Raises InvalidFreeError for a pointer that is not allocated, AllocValueError without events.
+        Raises InvalidFreeError for a pointer that is not allocated, AllocTypeError for a stream
+        that is no integer, AllocValueError without events.
         """
         if self._deferred is None:
             raise AllocValueError("record_stream needs an allocator that was made with events=")
+        stream = stream_number(stream)
         block = self._live.get(ptr)
         if block is None and ptr:  # 0 is of no bytes
             raise InvalidFreeError(f"record_stream of {ptr:#x}, which is not allocated here")
@@ -228,11 +236,7 @@ class TwoPoolAllocator:
 
         Raises AllocValueError for a negative limit.
         """
-        check_kind(limit_bytes, int, "limit_bytes must be a whole number")
-        if limit_bytes < 0:
-            raise AllocValueError(
-                f"limit_bytes={limit_bytes} is negative; give bytes, or 0 for no limit"
-            )
+        check_limit(limit_bytes)
         self._policy.limit_bytes = limit_bytes
 
     def start_recording(self) -> None:
@@ -249,11 +253,12 @@ class TwoPoolAllocator:
         self._exclusively(start)
 
     def mark(self, name: str) -> None:
-        """Put a name into the trace that is being recorded, such as that of a step or phase."""
+        """Put a name (TraceError: no text) into the trace that is recorded, as that of a step."""
+        mark = TraceEvent(action="mark", note=name)
 
         def note() -> None:
             if self._events is not None:
-                self._events.append(TraceEvent(action="mark", note=name))
+                self._events.append(mark)
 
         self._exclusively(note)
 
@@ -299,7 +304,7 @@ class TwoPoolAllocator:
     def _exclusively(self, action: Callable[[], _T]) -> _T:
         with self._lock:
             if self._busy:
-                raise ReentrantMallocError(_REENTRANT)
+                refuse_reentry()
             self._busy = True
             try:
                 self._drain()
@@ -311,7 +316,7 @@ class TwoPoolAllocator:
         """`_exclusively`, written out because every request passes here."""
         with self._lock:
             if self._busy:
-                raise ReentrantMallocError(_REENTRANT)
+                refuse_reentry()
             self._busy = True
             try:
                 if self._closed:
@@ -392,9 +397,3 @@ class TwoPoolAllocator:
                     offset_bytes=block.ptr - block.chunk.ptr,
                 )
             )
-
-
-_REENTRANT = (
-    "the allocator was called from a finalizer or hook that runs inside it; only free() may be "
-    "called there"
-)

@@ -59,9 +59,7 @@ def own_allocator(
     """
     if not is_compiled():
         return TwoPoolAllocator(source, config, events=events)
-    made = NativeAllocator(source, config, events=events)
-    made.freed_by_finalizers()
-    return made
+    return NativeAllocator(source, config, events=events)
 
 
 def shared_allocator(share: Share, config: AllocatorConfig, device_id: int) -> PoolAllocator:

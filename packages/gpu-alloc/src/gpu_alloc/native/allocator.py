@@ -14,7 +14,6 @@ Length: one method for each of `TwoPoolAllocator`, and the ways around Python's 
 
 import ctypes
 import gc
-import operator
 import weakref
 from array import array
 from collections.abc import Callable
@@ -32,11 +31,14 @@ from gpu_alloc.core import (
     Stats,
 )
 from gpu_alloc.errors import (
-    AllocTypeError,
     AllocValueError,
     ClosedError,
     InvalidFreeError,
     check_kind,
+    check_limit,
+    refuse_free,
+    stream_number,
+    whole_number,
 )
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.native.binding import (
@@ -48,7 +50,6 @@ from gpu_alloc.native.binding import (
     settings_of,
 )
 from gpu_alloc.native.callbacks import NOTHING_KEPT, Callbacks
-from gpu_alloc.native.ending import end_core
 from gpu_alloc.plan import LifetimePlan, PlanUse, check_in_use, check_plan
 from gpu_alloc.sources import ChunkSource, StreamEvents, check_alignment, round_up
 
@@ -131,9 +132,10 @@ class NativeAllocator:
         granularity_bytes: int,
     ) -> None:
         library = native_library()
-        self._bind(config, Core(library, library.waiting.ga_open(settings, functions)))
+        handle = library.waiting.ga_open(settings, functions)
+        self._bind(config, Core(library, handle, is_owned=True))
         self._on_exhausted = on_exhausted
-        weakref.finalize(self, end_core, self._core, self._callbacks).atexit = False
+        weakref.finalize(self, _end, self._core, self._callbacks).atexit = False
         failed = self._call("ga_pre_allocate")
         if failed:
             mb = config.small_pool_pre_alloc_in_mb, config.large_pool_pre_alloc_in_mb
@@ -159,7 +161,7 @@ class NativeAllocator:
         self._align_mask = config.alignment_size - 1
         self._padded = ~self._align_mask
         self.kept = NOTHING_KEPT if self._callbacks is None else self._callbacks.kept
-        self._marks: dict[int, str] = {}
+        self._marks: dict[int, TraceEvent] = {}
         self._mark_numbers = count()
         self._core = core
         # For callers that must be quick. try_malloc(nbytes, stream): the address of a block that
@@ -194,19 +196,16 @@ class NativeAllocator:
         """See `TwoPoolAllocator.record_stream`."""
         if not self._has_events:
             raise AllocValueError("record_stream needs an allocator that was made with events=")
-        if ptr and self._call("ga_record_stream", ptr, stream):
+        name = stream_number(stream)
+        if ptr and self._call("ga_record_stream", ptr, name):
             raise InvalidFreeError(f"record_stream of {ptr:#x}, which is not allocated here")
 
     def release_idle(
         self, *, include_pre_allocated: bool = False, stream: int | None = None
     ) -> int:
         """See `TwoPoolAllocator.release_idle`."""
-        of_stream = (0, 0) if stream is None else (1, stream)
+        of_stream = (0, 0) if stream is None else (1, stream_number(stream))
         return self._call("ga_release_idle", include_pre_allocated, *of_stream)
-
-    def freed_by_finalizers(self) -> None:
-        """Say that blocks may be freed after this allocator is garbage; `try_free` may be."""
-        self._core.is_freed_by_finalizers = True
 
     def close(self) -> None:
         """See `TwoPoolAllocator.close`."""
@@ -231,11 +230,7 @@ class NativeAllocator:
 
     def set_limit(self, limit_bytes: int) -> None:
         """See `TwoPoolAllocator.set_limit`."""
-        check_kind(limit_bytes, int, "limit_bytes must be a whole number")
-        if limit_bytes < 0:
-            raise AllocValueError(
-                f"limit_bytes={limit_bytes} is negative; give bytes, or 0 for no limit"
-            )
+        check_limit(limit_bytes)
         self._call("ga_set_limit", min(limit_bytes, _MOST_BYTES))
 
     def start_recording(self) -> None:
@@ -246,8 +241,9 @@ class NativeAllocator:
     def mark(self, name: str) -> None:
         """See `TwoPoolAllocator.mark`."""
         number = next(self._mark_numbers)
-        self._marks[number] = name
-        self._call("ga_mark", number)
+        self._marks[number] = TraceEvent(action="mark", note=name)
+        if not self._call("ga_mark", number):
+            self._marks.pop(number, None)
 
     def stop_recording(self) -> list[TraceEvent]:
         """See `TwoPoolAllocator.stop_recording`."""
@@ -321,12 +317,8 @@ class NativeAllocator:
             self.kept.raise_kept()
 
     def _refuse_free(self, ptr: int) -> None:
-        check_kind(ptr, int, "free takes the address that malloc returned")
-        if ptr:
-            raise InvalidFreeError(
-                f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
-                "to another allocator"
-            )
+        if ptr != 0:
+            refuse_free(ptr)
 
     def _free_waiting(self, ptr: int) -> int:
         try:
@@ -335,15 +327,12 @@ class NativeAllocator:
             return -1
 
     def _malloc_slowly(self, nbytes: int, stream: int) -> Allocation:
-        try:
-            requested = operator.index(nbytes)
-        except TypeError:
-            raise AllocTypeError(f"malloc takes a number of bytes, got {nbytes!r}") from None
+        requested = whole_number(nbytes, "malloc takes a number of bytes")
+        name = stream_number(stream)
         if requested <= 0:
             if requested == 0:
                 return Allocation(0, 0)
             raise AllocValueError(f"malloc of {requested} bytes; a size must be 0 or more")
-        name = operator.index(stream)
         # What no device has is refused as what this one lacks, by the size nearest to it.
         asked = min(requested, _MOST_BYTES)
         ptr = self._call("ga_malloc", asked, name, 0)
@@ -385,7 +374,7 @@ class NativeAllocator:
         self, action: int, number: int, size: int, stream: int, chunk: int, offset: int
     ) -> TraceEvent:
         if action == 2:
-            return TraceEvent(action="mark", note=self._marks[number])
+            return self._marks[number]
         if action == 1:
             return TraceEvent(action="free", block_id=number, stream=stream)
         return TraceEvent(
@@ -410,6 +399,17 @@ def _stats(numbers: list[int]) -> Stats:
         reserved_peak_bytes=numbers[22],
         num_source_calls=numbers[23],
     )
+
+
+def _end(core: Core, callbacks: Callbacks | None) -> None:
+    """Give what nobody uses back to the source, and the rest with its last block. The finalizers of
+    what is garbage together with the allocator run later, and may free blocks.
+
+    Raises what the source raised.
+    """
+    core.call("ga_close")
+    if callbacks is not None:
+        callbacks.kept.raise_kept()
 
 
 def _nothing() -> None:

@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Any, final
 
 from gpu_alloc.core import MIB, AllocatorConfig
-from gpu_alloc.errors import ReentrantMallocError
+from gpu_alloc.errors import refuse_reentry
 from gpu_alloc.native.build import NativeUnavailableError, library_path
 from gpu_alloc.plan import LifetimePlan, PlanUse
 from gpu_alloc.sources import PagedSource
 
-_CORE_VERSION = 5
+_CORE_VERSION = 6
 CLOSED, REENTRANT, NO_MEMORY = -1, -2, -3
 NUM_STATS = 33
-_LIVE_BLOCKS = (7, 17)  # of these: how many blocks of the two pools are in use
 NUM_FUNCTIONS = 15  # those of the struct `Functions` in core.cpp
 
 _NUMBER, _POINTER, _NUMBERS = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ga_open": (_POINTER, _NUMBERS, _POINTER),
     "ga_pre_allocate": (_NUMBER, _POINTER),
-    "ga_delete": (None, _POINTER),
     "ga_try_malloc": (_NUMBER, _POINTER, _NUMBER, _NUMBER),
     "ga_malloc": (_NUMBER, _POINTER, _NUMBER, _NUMBER, ctypes.c_int),
     "ga_free": (_NUMBER, _POINTER, _NUMBER),
@@ -61,7 +59,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _NEW_BUILTIN = ctypes.PYFUNCTYPE(ctypes.py_object, _POINTER, ctypes.py_object, ctypes.c_void_p)(
     ("PyCFunction_NewEx", ctypes.pythonapi)
 )
-_PYTHONS = ("PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred", "PyErr_Clear")
+# PyCapsule_New: a pointer, no name, what is called when nobody holds the capsule any more.
+_NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, _POINTER, ctypes.c_char_p, _POINTER)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_PYTHONS = (
+    "PyLong_AsLongLong",
+    "PyLong_FromLongLong",
+    "PyErr_Occurred",
+    "PyErr_Clear",
+    "PyCapsule_GetPointer",
+)
 
 
 @final
@@ -147,13 +155,17 @@ def functions_of(pointers: Sequence[int | None]) -> "ctypes.Array[ctypes.c_void_
 @final
 class Core:
     """One core by its handle. What it returns are plain numbers; `NativeAllocator` gives them
-    meaning. A core that was opened here ends with `delete`.
+    meaning.
+
+    is_owned: the core ends with this object; its memory is not given back. What is garbage together
+    loses what it holds only after all its finalizers have run, and those may free blocks.
     """
 
-    def __init__(self, library: Library, handle: int) -> None:
+    def __init__(self, library: Library, handle: int, *, is_owned: bool = False) -> None:
         self.library = library
         self.handle = handle
-        self.is_freed_by_finalizers = False
+        if is_owned:
+            self._owner: object = _NEW_CAPSULE(handle, None, library.address_of("ga_py_end"))
 
     def call(self, name: str, *arguments: int) -> int:
         """Call a function of the core that may wait. Raises ReentrantMallocError inside one of its
@@ -161,10 +173,7 @@ class Core:
         """
         result: int = getattr(self.library.waiting, name)(self.handle, *arguments)
         if result == REENTRANT:
-            raise ReentrantMallocError(
-                "the allocator was called from a finalizer or hook that runs inside it; only "
-                "free() may be called there"
-            )
+            refuse_reentry()
         return result
 
     def stats(self, stream: int) -> list[int]:
@@ -172,11 +181,6 @@ class Core:
         out = (ctypes.c_int64 * NUM_STATS)()
         self.call("ga_stats", stream, out)  # type: ignore[arg-type]  # an array is a pointer
         return list(out)
-
-    def num_live_blocks(self) -> int:
-        """Blocks in use, of both pools."""
-        numbers = self.stats(0)
-        return sum(numbers[place] for place in _LIVE_BLOCKS)
 
     def follow(self, plan: LifetimePlan | None) -> int:
         """Follow a plan, or none. 0, or how many blocks of the plan before are in use, or
@@ -208,7 +212,3 @@ class Core:
             if needed <= room:
                 return out[:needed]
             room = needed
-
-    def delete(self) -> None:
-        """End the core; its memory is not given back."""
-        self.library.waiting.ga_delete(self.handle)

@@ -1215,7 +1215,7 @@ Core* core_of(int device) {
 #define GA extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of what is called here; binding.py asks for the one that it knows.
-GA i64 ga_version() { return 5; }
+GA i64 ga_version() { return 6; }
 
 GA Core* ga_open(const i64* settings, const Functions* functions) {
   return new Core(settings, *functions);
@@ -1226,8 +1226,6 @@ GA i64 ga_pre_allocate(Core* core) {
   Held lock(*core, true);
   return core->pre_allocate();
 }
-
-GA void ga_delete(Core* core) { delete core; }
 
 // A request that the free lists can serve while nobody is inside; 0 otherwise. It never waits and
 // never calls the source, so that Python calls it without letting its own lock go.
@@ -1420,6 +1418,7 @@ struct Python {
   void* (*number)(i64);
   void* (*has_error)();
   void (*forget_error)();
+  void* (*in_capsule)(void*, const char*);
 } python;
 
 // False, and no error, for an object that is no number of 64 bits.
@@ -1457,6 +1456,9 @@ struct MethodDefinition {
 constexpr int METH_FASTCALL = 0x80;
 GA MethodDefinition ga_py_try_malloc = {"try_malloc", py_try_malloc, METH_FASTCALL, nullptr};
 GA MethodDefinition ga_py_free = {"free", py_free, METH_FASTCALL, nullptr};
+
+// What ends the core in a capsule of Python's, which gives nothing back.
+GA void ga_py_end(void* capsule) { delete static_cast<Core*>(python.in_capsule(capsule, nullptr)); }
 
 GA void ga_python(const Python* functions) { python = *functions; }
 
