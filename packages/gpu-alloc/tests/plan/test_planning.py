@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpu_alloc import TraceEvent, plan_step
-from gpu_alloc.errors import AllocTypeError, TraceError
+from gpu_alloc.errors import AllocTypeError, AllocValueError, TraceError
 
 MIB = 1 << 20
 
@@ -78,6 +78,8 @@ def test_small_requests_and_those_that_outlive_the_step_are_left_out() -> None:
     ]
     with pytest.raises(TraceError, match="frees nothing above"):
         plan_step(trace)
+    with pytest.raises(AllocValueError, match="alignment_size=0 is below 1"):
+        plan_step(trace, alignment_size=0)
     with pytest.raises(AllocTypeError):
         plan_step(None)  # type: ignore[arg-type]
 

@@ -66,6 +66,20 @@ def test_a_limit_that_is_too_low_is_lifted() -> None:
     assert found.remedy() == "the whole trace runs with memory_limit_in_mb:0"
 
 
+def test_a_pre_allocation_that_does_not_fit_is_named_and_no_event() -> None:
+    trace = [
+        TraceEvent(action="mark", note="step 1"),
+        TraceEvent(action="alloc", block_id=1, size_bytes=3 * MIB),
+    ]
+    found = explain(trace, AllocatorConfig(large_pool_pre_alloc_in_mb=50), 8 * MIB)
+    assert found is not None
+    first = found.message().splitlines()[0]
+    assert first == "pre-allocation: 50.00 MiB for the large pool, found no room on 8.00 MiB"
+    found = explain(trace, AllocatorConfig(memory_limit_in_mb=2), 8 * MIB)
+    assert found is not None
+    assert found.message().startswith("event 1 in 'step 1': 3.00 MiB on stream 0, found no room")
+
+
 def test_another_streams_idle_memory_is_counted() -> None:
     trace = [
         TraceEvent(action="alloc", block_id=1, size_bytes=6 * MIB, stream=1),

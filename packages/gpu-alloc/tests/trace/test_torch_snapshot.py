@@ -149,6 +149,9 @@ def test_what_is_no_history_is_refused(snapshot: dict[str, Any], said: str) -> N
         read_torch_snapshot({"device_traces": [[_entry("alloc")]]}, device=7)
 
 
+_HISTORY = {"device_traces": [[{"action": "snapshot"}]]}
+
+
 class _Evil:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return print, ("run",)
@@ -159,7 +162,12 @@ class _Evil:
     [
         (pickle.dumps(_Evil()), "plain values"),
         (pickle.dumps([1]), "expected a torch snapshot"),
-        (pickle.dumps({})[:4], "cut.pickle"),
+        (pickle.dumps({})[:4], "cut.pickle is no whole pickle"),
+        (b"\x80\x04}K\x01a.", "cut.pickle is no whole pickle: AttributeError"),
+        (b"\x80\x04}]K\x01s.", "cut.pickle is no whole pickle: TypeError"),
+        (b"\x80\x04\x95" + 8 * b"\xff", "cut.pickle is no whole pickle: OverflowError"),
+        (pickle.dumps({"device_traces": [1]}), "no device_traces"),
+        (pickle.dumps(_HISTORY | {"segments": [1]}), "a segment of the snapshot is none"),
     ],
 )
 def test_a_pickle_of_something_else_runs_nothing_and_is_refused(

@@ -53,9 +53,7 @@ class LifetimePlan:
     def __post_init__(self) -> None:
         check_kind(self.step, str, "step must be the name of a mark")
         check_kind(self.places, tuple, "places must be a tuple of (size, stream, offset)")
-        check_kind(self.alignment_size, int, "alignment_size must be a whole number")
-        if self.alignment_size < 1:
-            raise AllocValueError(f"alignment_size={self.alignment_size} is below 1; use 512")
+        check_alignment_size(self.alignment_size)
         if not self.places:
             raise AllocValueError("a plan without places plans nothing; make one with plan_step")
         for place in self.places:
@@ -120,6 +118,13 @@ class LifetimePlan:
             start, end = ends.get(stream, (offset, offset))
             ends[stream] = min(start, offset), max(end, offset + size)
         return sorted(ends.items(), key=lambda item: item[1])
+
+
+def check_alignment_size(alignment_size: int) -> None:
+    """Raise AllocTypeError or AllocValueError for what is no alignment."""
+    check_kind(alignment_size, int, "alignment_size must be a whole number")
+    if alignment_size < 1:
+        raise AllocValueError(f"alignment_size={alignment_size} is below 1; use 512")
 
 
 def is_step_mark(event: TraceEvent, step: str) -> bool:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.plan.lifetime_plan import END_OF_STEP, LifetimePlan
+from gpu_alloc.plan.lifetime_plan import END_OF_STEP, LifetimePlan, check_alignment_size
 
 _SPAN = 64  # events, of which the placed blocks are kept together
 _WEIGHTS_OF_LIFETIME = (0.0, 0.1, 0.25)
@@ -53,6 +53,7 @@ def plan_step(
     large that it takes.
     """
     check_kind(trace, Iterable, "trace must be a sequence of TraceEvents")
+    check_alignment_size(alignment_size)
     events = _of_step(trace, step)
     lives = [life for life in _lives(events, alignment_size) if life.size > larger_than_bytes]
     if not lives:

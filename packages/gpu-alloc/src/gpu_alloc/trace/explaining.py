@@ -48,17 +48,23 @@ class Explanation:
 
     def message(self) -> str:
         """The explanation as lines of text."""
-        where = f" in {self.phase!r}" if self.phase else ""
-        line = f", asked for at {self.event.note}" if self.event.note else ""
         lines = [
-            f"event {self.num_event}{where}: {format_bytes(self.event.size_bytes)} on stream "
-            f"{self.event.stream}{line}, found no room on {format_bytes(self.capacity_bytes)}",
+            f"{self._request()}, found no room on {format_bytes(self.capacity_bytes)}",
             f"  live                  {format_bytes(self.live_bytes):>12}",
             f"  fragmented            {format_bytes(self.fragmented_bytes):>12}",
             f"  idle in other streams {format_bytes(self.idle_elsewhere_bytes):>12}",
             f"  not reserved          {format_bytes(self.unreserved_bytes):>12}",
         ]
         return "\n".join([*lines, f"  {self.remedy()}"])
+
+    def _request(self) -> str:
+        event, requested = self.event, self.report.requested_bytes
+        size = format_bytes(requested)
+        if event.action != "alloc" or event.size_bytes != requested:  # it was before any event
+            return f"pre-allocation: {size} for the {self.report.pool} pool"
+        where = f" in {self.phase!r}" if self.phase else ""
+        line = f", asked for at {event.note}" if event.note else ""
+        return f"event {self.num_event}{where}: {size} on stream {event.stream}{line}"
 
     def remedy(self) -> str:
         """What to change, as it was replayed, or that nothing helps."""

@@ -49,8 +49,8 @@ def read_torch_snapshot(
             ) from None
     try:
         return reader.trace(_live_blocks(segments))
-    except KeyError as error:
-        raise TraceError(f"a segment of the snapshot has no {error}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise TraceError(f"a segment of the snapshot is none: {error!r}") from None
 
 
 def device_history(
@@ -64,7 +64,7 @@ def device_history(
     if not isinstance(snapshot, Mapping):
         snapshot = _unpickle(Path(snapshot))
     histories = snapshot.get("device_traces")
-    if not isinstance(histories, list):
+    if not isinstance(histories, list) or not all(isinstance(each, list) for each in histories):
         raise TraceError(
             "no device_traces in the snapshot: call torch.cuda.memory._record_memory_history() "
             "before the program, and _dump_snapshot() after it"
@@ -72,8 +72,8 @@ def device_history(
     chosen = _device(histories, device)
     try:
         segments = [s for s in snapshot.get("segments", ()) if s["device"] == chosen]
-    except KeyError as error:
-        raise TraceError(f"a segment of the snapshot has no {error}") from None
+    except (KeyError, TypeError) as error:
+        raise TraceError(f"a segment of the snapshot is none: {error!r}") from None
     return histories[chosen], segments
 
 
@@ -130,6 +130,19 @@ def save_torch_snapshot(
     Path(path).write_bytes(pickle.dumps(torch_snapshot(trace, config)))
 
 
+# What a pickle with bytes missing or changed makes Python raise.
+_OF_DAMAGE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+
+
 @final
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -140,8 +153,10 @@ def _unpickle(path: Path) -> Mapping[str, Any]:
     with path.open("rb") as file:
         try:
             value = _PlainUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError) as error:
+        except TraceError as error:
             raise TraceError(f"{path}: {error}") from None
+        except _OF_DAMAGE as error:
+            raise TraceError(f"{path} is no whole pickle: {error!r}") from None
     if not isinstance(value, Mapping):
         raise TraceError(f"{path}: expected a torch snapshot, got a {type(value).__name__}")
     return value
