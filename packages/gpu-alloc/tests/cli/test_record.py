@@ -62,6 +62,14 @@ def test_a_folder_that_is_not_there_is_said_before_the_script_runs(
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
+def test_a_folder_in_place_of_the_trace_is_said_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text("raise RuntimeError('it ran')\n")
+    assert main(["record", "-o", str(tmp_path), "--of", "torch", str(tmp_path / "script.py")]) == 2
+    assert f"--out {tmp_path} is a folder" in capsys.readouterr().err
+
+
 def test_a_script_that_raises_leaves_its_trace(tmp_path: Path) -> None:
     script = "import torch\nkept = torch.zeros(10)\nraise MemoryError('no more')\n"
     with pytest.raises(MemoryError, match="no more"):

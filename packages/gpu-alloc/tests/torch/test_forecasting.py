@@ -84,6 +84,14 @@ def test_the_peak_is_told_by_what_it_consists_of() -> None:
     assert found.reserved_bytes == replay(recorder.events, AllocatorConfig()).peak_reserved_bytes
 
 
+def test_a_label_that_is_also_the_name_of_what_has_none_adds_to_it() -> None:
+    with TraceRecorder() as recorder:
+        labelled, other = torch.zeros(100), torch.zeros(200)
+        recorder.label("activations", [labelled])
+    assert other.numel() == 200
+    assert forecast(recorder.events, "torch").peak_by_category == {"activations": 1200}
+
+
 def test_memory_made_unseen_is_recorded_when_it_is_told_of() -> None:
     unseen = torch.zeros(1000)
     with TraceRecorder() as recorder:

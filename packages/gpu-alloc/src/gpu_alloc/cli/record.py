@@ -11,6 +11,7 @@ recorded until then is written.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,9 @@ def _run_record(arguments: argparse.Namespace) -> int:
     out = arguments.out.resolve()  # the script may change the folder
     if not out.parent.is_dir():
         raise AllocValueError(f"--out {arguments.out}: there is no folder {out.parent}; make it")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        what = "is a folder" if out.is_dir() else f"cannot be written: {out.parent} is read-only"
+        raise AllocValueError(f"--out {arguments.out} {what}; name a file that can be written")
     traces: list[_Traces] = []
     try:
         with ExitStack() as stack:

@@ -8,6 +8,7 @@ Invariant: the categories' bytes add up to the peak.
     forecast(recorder.events, "torch").reserved_bytes
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final, get_args
@@ -61,10 +62,13 @@ def forecast(
     if config is not None and allocator != "gpu-alloc":
         raise AllocValueError(f"config is of allocator='gpu-alloc', not of {allocator!r}")
     found = summarize(trace)
+    categories: Counter[str] = Counter()  # one label may be the name of what has none
+    for name, size in found.peak_by_line:
+        categories[name or UNLABELLED] += size
     return Forecast(
         peak_bytes=found.peak_live_bytes,
         phase=found.phase,
-        peak_by_category={name or UNLABELLED: size for name, size in found.peak_by_line},
+        peak_by_category=dict(categories.most_common()),
         allocator=allocator,
         reserved_bytes=_reserved(trace, allocator, config),
     )
