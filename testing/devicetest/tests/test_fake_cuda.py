@@ -42,6 +42,21 @@ def test_a_missing_wait_is_a_race_and_a_wait_is_none() -> None:
         assert all("test_fake_cuda.py" in race.first for race in cuda.races)
 
 
+def test_what_raises_inside_leaves_torch_as_it_was() -> None:
+    flag = torch.__future__.get_overwrite_module_params_on_conversion
+    before = flag()
+    with pytest.raises(RuntimeError, match="stop"), fake_cuda():
+        raise RuntimeError("stop")
+    assert flag() == before
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with fake_cuda():
+        with pytest.raises(RuntimeError, match="uniform_"):
+            torch.empty(3, device="cuda").uniform_(2, 1)
+        assert torch.rand(4).equal(expected), "the host's numbers go on"
+
+
 def test_values_gradients_and_devices_are_real() -> None:
     with fake_cuda(devices=2):
         layer = torch.nn.Linear(3, 2, device="cuda:1")

@@ -325,9 +325,11 @@ class Machine:
         with self._lock:
             before = host.get_state()
             host.set_state(mine.get_state())
-            yield
-            mine.set_state(host.get_state())
-            host.set_state(before)
+            try:
+                yield
+                mine.set_state(host.get_state())
+            finally:
+                host.set_state(before)
 
     # ------------------------------------------------------------------ copies that are due
 

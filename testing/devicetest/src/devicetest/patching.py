@@ -227,8 +227,10 @@ def _reset_peak(machine: Machine, device: Any) -> None:
 def _swapped_parameters() -> Iterator[None]:
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_overwrite_module_params_on_conversion(before)
+    try:
+        yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
 
 
 def _make_to(machine: Machine, plain_to: Callable[..., Any]) -> Callable[..., Any]:

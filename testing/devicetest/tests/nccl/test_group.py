@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from devicetest import fake_cuda
 from devicetest.nccl import NcclRuleError, NcclRules, register_nccl_rules
 from ranktest import collect_ranks, run_ranks
 
@@ -49,6 +50,16 @@ def test_collectives_give_what_gloo_gives() -> None:
             assert torch.allclose(ours, gloos, rtol=1e-12), (ours, gloos)
 
     run_ranks(fn, 3)
+
+
+def test_rules_that_were_given_stay_those_of_their_name_on_fake_devices() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        register_nccl_rules(NcclRules(buffering="full"))
+        with fake_cuda():
+            group = dist.new_group(backend="nccl_rules")
+        assert group.rules.buffering == "full"
+
+    run_ranks(fn, 1)
 
 
 def test_a_swap_by_sends_and_receives_hangs_unless_it_is_buffered_and_a_batch_does_not() -> None:

@@ -57,6 +57,10 @@ def has_nccl_rules() -> bool:
 def register_nccl_rules(rules: NcclRules | None = None) -> None:
     """Make "nccl_rules" known to torch; groups without `pg_options` get these rules."""
     _default["rules"] = rules or NcclRules()
+    _register()
+
+
+def _register() -> None:
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"]
@@ -70,7 +74,7 @@ def _create(options: Any, rules: Any) -> NcclRuleGroup:
 @contextmanager
 def in_place_of_nccl(**rules: Any) -> Iterator[None]:
     """Give groups made inside whose backend is, or has, NCCL these rules, under NCCL's name."""
-    register_nccl_rules()
+    _register()  # under its own name it keeps the rules that were given
     plain = c10d._new_process_group_helper
 
     def helper(size: int, rank: int, ranks: Any, backend: Any, *rest: Any, **given: Any) -> Any:
