@@ -136,7 +136,8 @@ class OutputsMode(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # An output may be a view of memory that was there before the recording, but for that of
         # `torch.tensor`, which comes from no other operator.
-        known = set() if func is torch.ops.aten.lift_fresh.default else set(map(storage_id, given))
+        is_new = func is torch.ops.aten.lift_fresh.default
+        known = set(map(storage_id, () if is_new else given))
         self.saw(t for t in tensors_in(result) if storage_id(t) not in known)
         return result
 
