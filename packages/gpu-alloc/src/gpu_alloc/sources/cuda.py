@@ -28,8 +28,7 @@ def import_cupy() -> Any:
         return import_module("cupy")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}; gpu_alloc.cupy needs CuPy: pip install 'gpu-alloc[cuda13]' (or "
-            "[cuda12])",
+            f"{error}; gpu_alloc.cupy needs CuPy: pip install 'gpu-alloc[cuda13]' (or [cuda12])",
             name=error.name,
         ) from None
 
