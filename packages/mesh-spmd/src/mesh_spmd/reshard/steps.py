@@ -174,7 +174,8 @@ def _small_step(source: TensorSpec, target: TensorSpec, link: Link, buffer_bytes
 def _num_rounds(moved: torch.Tensor, blocks: torch.Tensor, buffer_bytes: int) -> int:
     """How many exchanges keep buffers within `buffer_bytes`, and the source and target `blocks`."""
     room = blocks.clamp(min=SMALL_BYTES).clamp(max=buffer_bytes)
-    return max([1, *(-(-moved // room)).tolist()])
+    rounds: list[int] = (-(-moved // room)).tolist()
+    return max([1, *rounds])
 
 
 def _add_block(blocks: torch.Tensor, tensor: TensorSpec, ranks: tuple[int, ...]) -> None:

@@ -23,9 +23,9 @@ from moe_train.early_checks import (
     check_sizes,
 )
 from moe_train.errors import TrainValueError
+from moe_train.idle_keys import idle_keys
 from moe_train.init_source import left_out, readable_weights
 from moe_train.jobs.first_failure import naming_first_failure
-from moe_train.jobs.idle_keys import idle_keys
 from moe_train.jobs.resume import describe_resume, refuse_changes
 from moe_train.jobs.signs_of_life import SignsOfLife
 from moe_train.jobs.space import check_space
