@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,6 +162,33 @@ def test_a_rank_gets_its_own_experts(seed):
     for name in ("experts.gate_up_proj", "experts.down_proj"):
         assert torch.equal(part[name], whole[name][4:8])
         assert part[name].is_contiguous()
+    none = upcycled_state(dense, config, local_experts=range(0))  # as by `MoEGroups.ep_parts`
+    assert {name: tuple(each.shape) for name, each in none.items()} == {
+        "gate.weight": (12, HIDDEN),
+        "experts.gate_up_proj": (0, 16, HIDDEN),
+        "experts.down_proj": (0, HIDDEN, 8),
+    }
+
+
+@pytest.mark.parametrize("local", [range(8, 16), range(-4, 0)])
+def test_experts_that_the_layer_does_not_have_are_refused(local):
+    with pytest.raises(ValueError, match=rf"local_experts={re.escape(str(local))} .* in 0\.\.11"):
+        upcycled_state(dense_weights(), config_for(8, 12, 3), local_experts=local)
+
+
+def test_the_state_is_the_same_under_every_default_of_torch(seed):
+    router = RouterOptions(moe_router_enable_expert_bias=True)
+    config, dense = config_for(6, 8, 4, router=router), dense_weights()
+    expected = upcycled_state(dense, config)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = upcycled_state(dense, config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 def test_plain_probabilities_need_consent_and_get_the_factor_of_equal_ones(seed):
@@ -168,6 +197,8 @@ def test_plain_probabilities_need_consent_and_get_the_factor_of_equal_ones(seed)
     dense = dense_weights()
     with pytest.raises(ValueError, match="norm_topk_prob=True"):
         upcycled_state(dense, config)
+    with pytest.raises(TypeError, match="approximate must be a bool"):
+        upcycled_state(dense, config, approximate="false")
     state = upcycled_state(dense, config, approximate=True)
     down = state["experts.down_proj"][:4].transpose(1, 2).flatten(0, 1).t()
     assert_close(down / dense["down_proj.weight"], torch.full_like(down, 4 * 16 / 8))

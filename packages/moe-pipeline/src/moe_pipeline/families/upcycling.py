@@ -25,6 +25,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoEValueError
 
@@ -61,10 +62,11 @@ def upcycled_state(
         ValueError: tensors that are not those of such an MLP, or sizes or a routing rule with which
             the block cannot equal it.
     """
+    check_type("approximate", approximate, bool)
     _check_rule(config)
     _check_dense(dense, config)
     shards = _num_shards(dense, config)
-    local = range(config.num_experts) if local_experts is None else local_experts
+    local = _local_of(config, local_experts)
     options, shared = config.experts, _shared_size(config)
     names = ["gate_proj", "up_proj"] if options.has_gate else ["up_proj"]
     fused = "gate_up_proj" if options.has_gate else "up_proj"
@@ -84,7 +86,7 @@ def upcycled_state(
     if config.router.moe_router_bias:
         state["gate.bias"] = down.new_zeros(config.num_experts)
     if config.router.moe_router_enable_expert_bias:
-        zeros = torch.zeros(config.num_experts, device=down.device)
+        zeros = torch.zeros(config.num_experts, dtype=torch.float32, device=down.device)
         state["gate.e_score_correction_bias"] = zeros
     return state | _shared_state(dense, config)
 
@@ -182,10 +184,21 @@ def _weight_sum(config: MoEConfig, shards: int, approximate: bool) -> float:
     return router.routed_scaling_factor * config.num_experts_per_tok * each
 
 
+def _local_of(config: MoEConfig, given: range | None) -> range:
+    local = range(config.num_experts) if given is None else given
+    if min(local, default=0) < 0 or max(local, default=0) >= config.num_experts:
+        raise MoEValueError(
+            f"local_experts={local} are not all in 0..{config.num_experts - 1}; give those of this "
+            "rank, counted over the whole layer"
+        )
+    return local
+
+
 def _router_rows(config: MoEConfig, shards: int, seed: int) -> Tensor:
     """One random row for each virtual group, fp32 on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(config.num_experts // shards, config.hidden_size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shape = (config.num_experts // shards, config.hidden_size)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return (rows * config.initializer_range).repeat_interleave(shards, dim=0)
 
 
@@ -197,7 +210,7 @@ def _cut(units: Tensor, shards: int) -> Tensor:
 def _pick(parts: list[Tensor], local: range) -> Tensor:
     """Local experts [E, parts * h, ...] from shards [G, h, ...]: expert e holds shard e % G."""
     shards = torch.cat(parts, dim=1)
-    index = torch.tensor(list(local), device=shards.device) % shards.shape[0]
+    index = torch.tensor(list(local), dtype=torch.int64, device=shards.device) % len(shards)
     return shards[index]
 
 
