@@ -154,3 +154,18 @@ def test_places_are_int64_and_not_more_than_there_are():
         layer(x, token_idx_N=IS_TOKEN.flatten())
     with pytest.raises(ValueError, match="24 places"):
         layer(x, token_idx_N=torch.arange(25))
+    with pytest.raises(TypeError, match="token_idx_N must be a Tensor, got a list"):
+        layer(x, token_idx_N=[0, 1])
+
+
+@pytest.mark.parametrize("rows", [30, 16])
+def test_choices_and_ids_have_a_row_for_each_place(rows):
+    layer = layer_for(ROUTERS["softmax"])
+    x = torch.randn(B, S, HIDDEN, dtype=torch.float64)
+    given = {
+        "topk_idx_TK": torch.zeros(rows, 2, dtype=torch.int64),
+        "token_ids_T": torch.arange(rows),
+    }
+    for name, tensor in given.items():
+        with pytest.raises(ValueError, match=rf"{name} has shape \({rows},.*24 places"):
+            layer(x, token_idx_N=places(), **{name: tensor})

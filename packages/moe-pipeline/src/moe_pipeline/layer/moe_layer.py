@@ -185,8 +185,8 @@ class MoELayer(nn.Module):
         if token_idx_N is not None:
             check_token_idx(token_idx_N, num_places)
             x_TD = x_TD.index_select(0, token_idx_N)
-            topk_idx_TK = without_padding(topk_idx_TK, token_idx_N)
-            token_ids_T = without_padding(token_ids_T, token_idx_N)
+            topk_idx_TK = without_padding("topk_idx_TK", topk_idx_TK, token_idx_N, num_places)
+            token_ids_T = without_padding("token_ids_T", token_ids_T, token_idx_N, num_places)
         routed = self._route(x_TD, topk_idx_TK, token_ids_T)
         shares = router_losses(
             routed,

@@ -14,11 +14,23 @@ Dims: T places of this rank, N of them tokens.
 import torch
 from torch import Tensor
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError
 
 
-def without_padding(each_T: Tensor | None, token_idx_N: Tensor) -> Tensor | None:
-    """The rows [N, ...] of the tokens among [T, ...], of None None. Differentiable."""
+def without_padding(
+    name: str, each_T: Tensor | None, token_idx_N: Tensor, num_places: int
+) -> Tensor | None:
+    """The rows [N, ...] of the tokens among [T, ...], of None None. Differentiable.
+
+    Raises:
+        ValueError: not a row for each place.
+    """
+    if each_T is not None and each_T.shape[:1] != (num_places,):
+        raise MoEValueError(
+            f"{name} has shape {tuple(each_T.shape)}, but there are {num_places} places; with "
+            "token_idx_N give a row for each place, also for those of padding"
+        )
     return None if each_T is None else each_T.index_select(0, token_idx_N)
 
 
@@ -36,8 +48,9 @@ def check_token_idx(token_idx_N: Tensor, num_places: int) -> None:
     """Refuse what cannot be places; their values are not read, which would wait for the device.
 
     Raises:
-        ValueError, TypeError: not 1-d, more than there are places, or not int64.
+        ValueError, TypeError: no tensor, not 1-d, more than there are places, or not int64.
     """
+    check_type("token_idx_N", token_idx_N, Tensor)
     if token_idx_N.dtype != torch.int64:
         raise MoETypeError(
             f"token_idx_N is {token_idx_N.dtype}; give the places of the tokens as int64: "
