@@ -138,6 +138,8 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         DispatchOptions(transport=MoeOptions(timeout_s=3.0))
     with pytest.raises(TypeError, match="transport must be a MoeOptions"):
         DispatchOptions(transport="dedup")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="overlaps_shared_expert must be a bool, got a str"):
+        DispatchOptions(overlaps_shared_expert="false")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no shared expert"):
         MoELayer(
             replace(CONFIG, shared_expert=None),

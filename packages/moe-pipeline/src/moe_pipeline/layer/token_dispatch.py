@@ -48,6 +48,7 @@ class DispatchOptions:
     def __post_init__(self) -> None:
         check_type("transport", self.transport, MoeOptions)
         check_count("num_chunks", self.num_chunks)
+        check_type("overlaps_shared_expert", self.overlaps_shared_expert, bool)
         if self.num_chunks > 1 and self.overlaps_shared_expert:
             raise MoEValueError(
                 f"num_chunks={self.num_chunks} hides the way of a chunk behind the experts of "
