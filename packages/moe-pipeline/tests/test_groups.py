@@ -34,6 +34,10 @@ def test_groups_that_contradict_each_other_are_refused_at_once():
             for tokens in ({}, {"tokens": own}):
                 with pytest.raises(ValueError, match=rf"groups.{axis} has the ranks \[0, 1, 2, 3"):
                     MoEGroups(**{axis: world}, **tokens)
+        for sequence, has in ((None, r"\[\]"), (own, rf"\[{ranks[0]}, {ranks[1]}\]")):
+            with pytest.raises(ValueError, match=rf"tp has the ranks .*3\], groups.sequence {has}"):
+                MoEGroups(tp=world, sequence=sequence, tokens=world)
+        MoEGroups(tp=own, sequence=world, tokens=world)
         with pytest.raises(TypeError, match=r"groups\.ep is .*outside of a group"):
             MoEGroups(ep=other, tokens=world)
 

@@ -35,7 +35,8 @@ class MoEGroups:
     Raises:
         TypeError: a group that this rank is not in.
         ValueError: ep and etp share a rank besides this one; or ep, etp, tp or sequence has a rank
-            that `tokens` lacks; or `ep_parts` has not a number for each rank of ep.
+            that `tokens` lacks, or tp one that `sequence` lacks; or `ep_parts` has not a number for
+            each rank of ep.
     """
 
     ep: ProcessGroup | None = None
@@ -65,6 +66,12 @@ class MoEGroups:
                     "brings tokens of the same microbatch, so give a groups.tokens that contains "
                     "them all"
                 )
+        if not set(axes["tp"]) <= set(axes["sequence"]):
+            raise MoEValueError(
+                f"groups.tp has the ranks {axes['tp']}, groups.sequence {axes['sequence']}; ranks "
+                "of tp share out the positions of the same sequences, so give a groups.sequence "
+                "that contains them all"
+            )
         self._check_parts()
 
     def local_experts(self, num_experts: int) -> int:

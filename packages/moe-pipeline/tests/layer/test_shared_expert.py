@@ -29,6 +29,11 @@ def config_for(implementation="auto", act="silu", gate=True):
     )
 
 
+def shared_out():
+    """Groups of ranks that share everything out."""
+    return MoEGroups(tokens=dist.group.WORLD, sequence=dist.group.WORLD, tp=dist.group.WORLD)
+
+
 def reference(module, x_TD, scale_T1, act):
     acts = {
         "silu": lambda v: v * torch.sigmoid(v),
@@ -129,7 +134,7 @@ def test_ranks_with_parts_of_the_width_return_what_one_process_does(seed):
     def run(rank, size):
         layer = MoELayer(
             config,
-            groups=MoEGroups(tokens=dist.group.WORLD, tp=dist.group.WORLD),
+            groups=shared_out(),
             dtype=torch.float64,
         )
         part = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
@@ -164,7 +169,7 @@ def test_ranks_that_cannot_share_the_width_or_get_no_sequences_are_refused():
         config = replace(
             config_for(), shared_expert=SharedExpertOptions(moe_shared_expert_intermediate_size=8)
         )
-        groups = MoEGroups(tokens=dist.group.WORLD, tp=dist.group.WORLD)
+        groups = shared_out()
         with pytest.raises(ValueError, match=r"ranks of groups\.tp gather tokens for it"):
             MoELayer(config, groups=groups, dispatch=DispatchOptions(overlaps_shared_expert=True))
         with pytest.raises(ValueError, match=r"\[batch, sequence, hidden\], got shape \(4, 10\)"):
