@@ -118,7 +118,7 @@ def test_config_without_a_shared_expert_is_refused():
 
 
 def test_ranks_with_parts_of_the_width_return_what_one_process_does(seed):
-    """Five positions of two ranks, the last ones padding; gradients are whole, or sum up."""
+    """Five positions of two ranks, the last ones padding of NaN; gradients are whole, or sum up."""
     config = replace(
         config_for(),
         shared_expert=SharedExpertOptions(
@@ -128,6 +128,7 @@ def test_ranks_with_parts_of_the_width_return_what_one_process_does(seed):
     alone = MoELayer(config, dtype=torch.float64)
     state = alone.state_dict()
     x, tokens = torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 5, 6])
+    x[0, 4:], x[1, 2:] = torch.nan, torch.nan
     wanted = alone(x, token_idx_N=tokens).hidden
     wanted.square().sum().backward()
 

@@ -270,7 +270,9 @@ class MoELayer(nn.Module):
         shared: SharedExpert = self.shared_experts  # type: ignore[assignment]  # is there
         if self.groups.tp is None:
             return shared(x_TD, scale_T1)  # type: ignore[no-any-return]
-        # With padding, so that all ranks know how many positions each has.
+        # With padding, so that all ranks know how many positions each has; as zeros, for a gradient
+        # of zero times NaN would be NaN in the weights.
+        x = with_padding(x_TD, token_idx_N, x.shape[:-1].numel()).view(x.shape)
         out = in_parts(shared, x, self.groups.tp, self.groups.timeout_s).reshape(-1, x.shape[-1])
         out_TD = out if token_idx_N is None else out.index_select(0, token_idx_N)
         return out_TD if scale_T1 is None else out_TD * scale_T1
