@@ -177,3 +177,17 @@ def test_ranks_that_cannot_share_the_width_or_get_no_sequences_are_refused():
             MoELayer(config, groups=groups)(torch.randn(4, HIDDEN))
 
     run_ranks(run, 2)
+
+
+def test_runs_of_positions_that_are_not_as_equal_as_can_be_are_refused():
+    config = replace(
+        config_for(), shared_expert=SharedExpertOptions(moe_shared_expert_intermediate_size=8)
+    )
+
+    def run(rank, _):
+        layer = MoELayer(config, groups=shared_out())
+        message = rf"rank {rank} .* brings {(1, 2)[rank]} of 3 positions; .* give it {2 - rank}"
+        with pytest.raises(ValueError, match=message):
+            layer(torch.randn(1, (1, 2)[rank], HIDDEN))
+
+    run_ranks(run, 2)

@@ -95,11 +95,20 @@ def in_parts(
 
     So is its backward. Each rank brings, and gets, its own run of the positions of the same
     sequences: runs as equal as can be, the longer ones first.
+
+    Raises:
+        ValueError: this rank's run is not one of these.
     """
     x_SBD = all_gather(x_BPD.transpose(0, 1), group=group, timeout_s=timeout_s)
-    part_SBD = shared(x_SBD.flatten(0, 1)).view(x_SBD.shape)
     each, longer = divmod(len(x_SBD), group.size())
     splits = [each + (rank < longer) for rank in range(group.size())]
+    if x_BPD.shape[1] != splits[group.rank()]:
+        raise MoEValueError(
+            f"rank {group.rank()} of groups.tp brings {x_BPD.shape[1]} of {len(x_SBD)} positions; "
+            f"its {group.size()} ranks have runs as equal as can be, the longer ones first: give "
+            f"it {splits[group.rank()]}"
+        )
+    part_SBD = shared(x_SBD.flatten(0, 1)).view(x_SBD.shape)
     own = reduce_scatter(part_SBD, splits=splits, group=group, timeout_s=timeout_s)
     return own.transpose(0, 1)
 
