@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.layer import Experts
@@ -15,6 +16,15 @@ def test_each_expert_has_a_number_of_its_rank_in_its_order() -> None:
     assert (slots.each, slots.total, slots.expert_numbers) == (3, 9, (0, 3, 4, 5))
     assert slots.numbers(torch.tensor([[0, 1, -1], [3, 2, 0]])).tolist() == [[0, 3, -1], [5, 4, 0]]
     assert slots.numbers(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2)
+
+
+def test_numbers_are_real_before_and_after_fake_ones() -> None:
+    chosen, slots = torch.tensor([[0, 1, -1], [3, 2, 0]]), ExpertSlots.of((1, 3, 0))
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            found = slots.numbers(mode.from_tensor(chosen))
+        assert isinstance(found, FakeTensor) and found.shape == (2, 3)
+        assert slots.numbers(chosen).tolist() == [[0, 3, -1], [5, 4, 0]]
 
 
 def test_numbers_rise_with_experts_and_name_their_ranks() -> None:

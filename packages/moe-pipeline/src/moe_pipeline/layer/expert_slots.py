@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_pipeline._torch_private import FakeTensor
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlots:
@@ -40,9 +42,11 @@ class ExpertSlots:
 
     def numbers(self, topk_idx_TK: Tensor) -> Tensor:
         """The numbers of chosen experts, which are in range; -1 stays -1."""
-        table = self._tables.get(topk_idx_TK.device)
+        is_fake = isinstance(topk_idx_TK, FakeTensor)  # a table of its mode is of no use outside
+        table = None if is_fake else self._tables.get(topk_idx_TK.device)
         if table is None:
             values = [*self.expert_numbers, -1]  # an index of -1 finds the last one
             table = torch.tensor(values, dtype=torch.int64, device=topk_idx_TK.device)
-            self._tables[topk_idx_TK.device] = table
+            if not is_fake:
+                self._tables[topk_idx_TK.device] = table
         return table[topk_idx_TK]
