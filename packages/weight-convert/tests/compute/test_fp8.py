@@ -92,3 +92,15 @@ def test_blocks_of_zeros_have_the_scale_one_and_infinite_weights_are_named(compu
     assert scales.item() == 1.0
     with pytest.raises(WeightConvertError, match="000 holds infinite or undefined numbers"):
         compute(operation, [torch.full((2, 2), float("nan"))], torch.float32, (1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_zeros_beside_numbers_too_small_for_a_factor_stay_zeros(compute, dtype) -> None:
+    weight = torch.tensor([[1e-38, 0.0, -0.0, -5e-39], [1e-37, 0.0, 0.0, 0.0]]).to(dtype)
+    block = (1, 4)
+    scales = compute(ToBlocks(block=block, part="scales"), [weight], torch.float32, (2, 1))
+    codes = compute(ToBlocks(block=block, part="codes"), [weight], E4M3, weight.shape)
+    again = compute(FromBlocks(block=block), [codes, scales], torch.float32, weight.shape)
+    assert torch.allclose(again, weight.float(), rtol=0.07, atol=0)
+    given = compute(ToBlocks(block=block, part="codes"), [weight, 0 * scales], E4M3, weight.shape)
+    assert not given.float()[weight == 0].any()

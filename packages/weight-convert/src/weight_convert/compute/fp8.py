@@ -19,6 +19,7 @@ from weight_convert.operations import FromBlocks, ToBlocks
 
 _LARGEST = 448.0
 _NAN_CODE = 0x7F
+_LARGEST_FACTOR = torch.finfo(torch.float32).max
 
 
 def from_blocks(
@@ -52,7 +53,8 @@ def to_blocks(
     block = operation.block
     if operation.part == "scales":
         for block_row in range(prod(shape[:-1])):
-            yield (_LARGEST / _largest(weight, block, block_row, most)).reciprocal()
+            largest = _largest(weight, block, block_row, most)
+            yield _finite(_LARGEST / largest).reciprocal()
         return
     columns = shape[-1]
     rows = _rows_of_scales(given[0], block[1], shape) if given else None
@@ -103,13 +105,18 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 def encoded(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Bytes of the nearest codes of weight x factors."""
-    values = weight.to(torch.float32) * factors
+    values = weight.to(torch.float32) * _finite(factors)
     codes = values.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
     nan = values.isnan()
     if nan.any():
         signed = weight.to(torch.float32).signbit().to(torch.uint8) * 0x80 + _NAN_CODE
         codes = torch.where(nan, signed, codes)
     return codes
+
+
+def _finite(factors: torch.Tensor) -> torch.Tensor:
+    """Factors that leave 0 at 0: an infinite one, of numbers below 2 ** -119, would make it NaN."""
+    return factors.clamp(-_LARGEST_FACTOR, _LARGEST_FACTOR)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
