@@ -24,7 +24,20 @@ def test_notes_are_read_again_and_a_torn_line_is_none(tmp_path: Path) -> None:
         assert journal.noted == {}
 
 
-@pytest.mark.parametrize("first", [b"", b"{", b"{\n1 00000001\n", b'{"identity": "a"}'])
+@pytest.mark.parametrize(
+    "lost", [b"\0" * 9, b"2 0000\0\0\0\0", b"2", b"\xff 00000001", b"2 +0000001"]
+)
+def test_notes_behind_bytes_that_were_lost_with_the_power_count_as_none(
+    tmp_path: Path, lost: bytes
+) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b'{"identity": "a"}\n1 00000007\n' + lost + b"\n3 00000009\n")
+    assert read_journal(path) == ({"identity": "a"}, {1: 7})
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"\0" * 8 + b"\n", b"\xff\n", b"{", b"{\n1 00000001\n", b'{"identity": "a"}']
+)
 def test_a_journal_that_was_hardly_begun_is_none(tmp_path: Path, first: bytes) -> None:
     path = tmp_path / "journal"
     path.write_bytes(first)

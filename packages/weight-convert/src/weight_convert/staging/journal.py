@@ -10,11 +10,13 @@ run is resumed spares every other run from reading what it wrote.
         17 in journal.noted         # whether a former run wrote piece 17
         journal.note(17, None)      # as its source
 
-Invariant: a line is written after the bytes that it speaks of; a torn last line is no line.
+Invariant: a line is written after the bytes that it speaks of; a torn line is no line, and what
+follows it counts as not written.
 """
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 from weight_convert.errors import WeightConvertError
 
 _BUFFER_BYTES = 128 << 10
+_NOTE = re.compile(rb"(\d{1,18}) (-|[0-9a-f]{8})")
 
 
 class Journal:
@@ -84,12 +87,14 @@ def read_journal(path: Path) -> tuple[Mapping[str, Any] | None, dict[int, int | 
     first, *lines = path.read_bytes().split(b"\n")[:-1] or [b""]  # the last one is torn, or empty
     try:
         job = json.loads(first)
-    except json.JSONDecodeError:
+    except ValueError:
         return None, {}
     noted: dict[int, int | None] = {}
     for line in lines:
-        piece, _, checksum = line.partition(b" ")
-        noted[int(piece)] = None if checksum == b"-" else int(checksum, 16)
+        match = _NOTE.fullmatch(line)
+        if match is None:  # lost with the power: zeros stand there, and what follows is unsure
+            break
+        noted[int(match[1])] = None if match[2] == b"-" else int(match[2], 16)
     return job, noted
 
 
