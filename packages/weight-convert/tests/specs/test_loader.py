@@ -5,6 +5,8 @@ import pytest
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.specs import Matcher, Side, family_names, get_spec, read_spec, spec_text
 
+_DIMS = 'dims = "row column -> expert row column"'
+
 
 def test_every_family_names_each_tensor_of_its_rules() -> None:
     for name in family_names():
@@ -46,6 +48,9 @@ def test_the_printed_file_of_a_family_reads_as_the_family(tmp_path: Path) -> Non
         ("[tensors]", 'keep_dtype = ["gate"]\n[tensors]', "keep_dtype is .*names of tensors"),
         ("proof =", 'order = "size"\nproof =', "order is 'size'; expected names or modules"),
         ("[tensors]", "[tensors", "is not TOML"),
+        ('= "megatron"', '= ["megatron"]', r"extends is \['megatron'\]; expected a format above"),
+        ("transposed = true", 'transposed = "false"', "transposed is 'false'; expected true or"),
+        (_DIMS, f'{_DIMS}\nsizes = {{row = "3"}}', "sizes.row is '3'; expected a number above 0"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_by_file_and_key(

@@ -145,7 +145,10 @@ class _Reader:
         own += self._of_companions(own, table.get("companions", {}), f"{where}.companions")
         base = table.get("extends")
         self._expect(
-            base, lambda value: value is None or value in former, where, "extends a format above"
+            base,
+            lambda value: value is None or (isinstance(value, str) and value in former),
+            f"{where}.extends",
+            "a format above",
         )
         made = {name for rule in own for name in rule.target.names}
         rest = former[base].rules if base is not None else ()
@@ -203,8 +206,8 @@ class _Reader:
                 stored=stored,
                 memory=memory,
                 dims=self._text(table.get("dims", ""), f"{where}.dims"),
-                sizes_of=self._mapping(table.get("sizes", {}), f"{where}.sizes"),
-                transposed=bool(table.get("transposed", False)),
+                sizes_of=self._sizes(table.get("sizes", {}), f"{where}.sizes"),
+                transposed=self._flag(table.get("transposed", False), f"{where}.transposed"),
                 beside=self._text(table.get("beside", ""), f"{where}.beside"),
             )
         except WeightConvertError as error:
@@ -258,6 +261,17 @@ class _Reader:
     def _mapping(self, value: Any, where: str) -> Mapping[str, Any]:
         self._expect(value, lambda found: isinstance(found, dict), where, "a table")
         return dict(value)
+
+    def _sizes(self, value: Any, where: str) -> Mapping[str, int]:
+        for axis, size in self._mapping(value, where).items():
+            self._expect(
+                size, lambda n: type(n) is int and n > 0, f"{where}.{axis}", "a number above 0"
+            )
+        return dict(value)
+
+    def _flag(self, value: Any, where: str) -> bool:
+        self._expect(value, lambda found: isinstance(found, bool), where, "true or false")
+        return bool(value)
 
     def _text(self, value: Any, where: str) -> str:
         self._expect(value, lambda found: isinstance(found, str), where, "a string")
