@@ -18,7 +18,7 @@ def model(*keys: str) -> dict[str, PlannedTensor]:
 def names(*keys: str) -> list[str]:
     """Of the output of layers 1 and 2, and then layer 1 again."""
     slices = (Slice(path="a", begin=1, end=3), Slice(path="a", begin=1, end=2))
-    return sorted(tensor.key for tensor in stacked(slices, [model(*keys)] * 2))
+    return sorted(tensor.key for tensor in stacked(slices, [model(*keys)] * 2, [None] * 2))
 
 
 @pytest.mark.parametrize("decoder", ["model.language_model", "language_model.model", "decoder"])
@@ -50,3 +50,15 @@ def test_names_that_do_not_say_which_layers_are_the_decoder_s_are_refused(
     listed = r"\., ".join(sorted(stems))
     with pytest.raises(WeightConvertError, match=f"a has layers under {listed}"):
         names(*keys)
+
+
+def test_layers_behind_those_of_the_config_stay_behind_the_stacked_ones() -> None:
+    keys = [f"model.layers.{n}.norm.weight" for n in range(12)]
+    behind = [f"model.layers.{n}.eh_proj.weight" for n in (10, 11)]
+    slices = (Slice(path="a", begin=0, end=9), Slice(path="a", begin=2, end=10))
+    found = stacked(slices, [model(*keys, *behind)] * 2, [10, 10])
+    expected = {f"model.layers.{n}.norm.weight" for n in range(19)}
+    expected |= {f"model.layers.{n}.eh_proj.weight" for n in (17, 18)}
+    assert {tensor.key for tensor in found} == expected and len(found) == 21
+    with pytest.raises(WeightConvertError, match=r"a has 10 layers .*, of which 9 to 10 were"):
+        stacked((Slice(path="a", begin=9, end=11),), [model(*keys)], [10])

@@ -42,6 +42,12 @@ _RULES: tuple[tuple[tuple[str, str], _Rule], ...] = (
 )
 
 
+def num_layers(config: _Config) -> int | None:
+    """How many layers the decoder has; None where a `config.json` says nothing of it."""
+    count = config.get(_entry(config), config).get(_COUNT)
+    return count if type(count) is int else None
+
+
 def stacked_config(slices: Sequence[Slice], configs: Sequence[_Config]) -> dict[str, Any]:
     """Entries of the first model's `config.json` to change.
 
@@ -64,8 +70,8 @@ def stacked_config(slices: Sequence[Slice], configs: Sequence[_Config]) -> dict[
     changes: dict[str, Any] = {_COUNT: len(places)}
     changes |= {name: _by_layer(name, places) for name in _BY_LAYER if name in first}
     changes |= {name: _numbers(name, places) for name in _NUMBERS if name in first}
-    count = first.get(_COUNT)
-    if _LAST_MOE in first and type(count) is int and first[_LAST_MOE] == count - 1:
+    count = num_layers(configs[0])
+    if _LAST_MOE in first and count is not None and first[_LAST_MOE] == count - 1:
         changes[_LAST_MOE] = len(places) - 1  # which said: to the last layer
     changes = {name: value for name, value in changes.items() if value is not None}
     new = {**first, **changes}

@@ -20,7 +20,7 @@ from weight_convert._dtypes import FLOATS, stored_dtype
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.merging.config import PASSTHROUGH, MergeConfig, amount_at
-from weight_convert.merging.layers_config import stacked_config
+from weight_convert.merging.layers_config import num_layers, stacked_config
 from weight_convert.merging.stacking import stacked
 from weight_convert.operations import Combine
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
@@ -66,9 +66,10 @@ def merge(
     changes: dict[str, object] = {} if config.dtype is None else {"dtype": config.dtype}
     kept = _kept_in_dtype(models[0])
     if config.method == PASSTHROUGH:
+        counts = [num_layers(model.config) for model in models]
         tensors = [
             work.cast(tensor, dtype) if dtype != tensor.dtype else tensor
-            for tensor in stacked(config.slices, aligned)
+            for tensor in stacked(config.slices, aligned, counts)
             for dtype in (_dtype_of(tensor, config, kept),)
         ]
         changes |= stacked_config(config.slices, [model.config for model in models])

@@ -1,9 +1,10 @@
 """Layers of several models stacked into a deeper one: copied, nothing computed.
 
-    tensors = stacked(slices, models)
+    tensors = stacked(slices, models, counts)
 
 Layers of the decoder are numbered anew in the order of the slices; what stands outside of them is
-the first model's, layers of a vision tower or of multi-token prediction included.
+the first model's, layers of a vision tower or of multi-token prediction included: these stand
+behind the last layer, with numbers above those that `config.json` counts, or under another name.
 """
 
 import re
@@ -22,13 +23,17 @@ _OF_DECODER = re.compile(
 
 
 def stacked(
-    slices: Sequence[Slice], models: Sequence[Mapping[str, PlannedTensor]]
+    slices: Sequence[Slice],
+    models: Sequence[Mapping[str, PlannedTensor]],
+    counts: Sequence[int | None],
 ) -> list[PlannedTensor]:
     """The tensors of the output.
 
     Args:
         slices: which layers of which model; the models stand in their order.
         models: tensors by name.
+        counts: how many layers each model's decoder has, as its `config.json` says; None where
+            it does not, and then all of them are the decoder's.
 
     Raises:
         WeightConvertError: a model has not all layers of its slice, or names do not tell which
@@ -36,13 +41,14 @@ def stacked(
     """
     decoder = _decoder(slices[0].path, models[0])
     of_layer = re.compile(re.escape(decoder) + r"(\d+)(\..*)")
-    tensors = [
-        replace(tensor, order=(natural_key(key), 0, 0))
-        for key, tensor in models[0].items()
-        if not of_layer.fullmatch(key)
-    ]
+    tensors = _outside(models[0], of_layer, counts[0], sum(p.end - p.begin for p in slices))
     offset = 0
-    for part, model in zip(slices, models, strict=True):
+    for part, model, count in zip(slices, models, counts, strict=True):
+        if count is not None and part.end > count:
+            raise WeightConvertError(
+                f"{part.path} has {count} layers (config.json), of which {part.begin} to "
+                f"{part.end - 1} were asked for; layers behind them are no decoder's"
+            )
         found: set[int] = set()
         for key, tensor in model.items():
             match = of_layer.fullmatch(key)
@@ -50,7 +56,7 @@ def stacked(
                 continue
             found.add(int(match[1]))
             name = f"{decoder}{int(match[1]) - part.begin + offset}{match[2]}"
-            tensors.append(replace(tensor, key=name, order=(natural_key(name), 0, 0)))
+            tensors.append(_named(tensor, name))
         missing = sorted(set(range(part.begin, part.end)) - found)
         if missing:
             raise WeightConvertError(
@@ -58,6 +64,25 @@ def stacked(
                 f"were asked for"
             )
         offset += part.end - part.begin
+    return tensors
+
+
+def _named(tensor: PlannedTensor, name: str) -> PlannedTensor:
+    return replace(tensor, key=name, order=(natural_key(name), 0, 0))
+
+
+def _outside(
+    model: Mapping[str, PlannedTensor], of_layer: re.Pattern[str], count: int | None, stacked: int
+) -> list[PlannedTensor]:
+    """The tensors outside of the decoder's layers; what stands behind those stays behind them."""
+    tensors = []
+    for key, tensor in model.items():
+        match = of_layer.fullmatch(key)
+        if match is None:
+            tensors.append(_named(tensor, key))
+        elif count is not None and int(match[1]) >= count:
+            number = int(match[1]) - count + stacked
+            tensors.append(_named(tensor, f"{key[: match.start(1)]}{number}{match[2]}"))
     return tensors
 
 
