@@ -113,3 +113,17 @@ def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
         with pytest.raises(WeightConvertError, match=message):
             extract_lora(base, tuned, tmp_path / "lora", rank=rank)
     assert not (tmp_path / "lora").exists()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_convolution_is_no_expert_and_is_stored_whole(tmp_path: Path, rank: int) -> None:
+    conv, proj = (f"model.layers.0.mamba.{name}" for name in ("conv1d", "in_proj"))
+    before = {f"{conv}.weight": torch.randn(8, 1, 4), f"{proj}.weight": torch.randn(16, 8)}
+    after = {key: value + torch.randn(value.shape) for key, value in before.items()}
+    base, tuned = write(tmp_path / "a", before, "jamba"), write(tmp_path / "b", after, "jamba")
+    extract_lora(base, tuned, tmp_path / "lora", rank=rank)
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == [conv] and config["target_modules"] == [proj]
+    lora(base, tmp_path / "lora", tmp_path / "again")
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert torch.equal(found[f"{conv}.weight"], after[f"{conv}.weight"])

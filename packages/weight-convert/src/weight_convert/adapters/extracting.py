@@ -105,7 +105,9 @@ class _Extraction:
             for model in (before, after)
             for name in model.files
         )
-        self._roles = stored_roles(after, spec_of(after, None))
+        family = spec_of(after, None)
+        self._experts = family.experts
+        self._roles = stored_roles(after, family)
         self._work = Computations(num_sources=len(self._sources))
         self._tensors: list[PlannedTensor] = []
         self._config: dict[str, list[str]] = defaultdict(list)
@@ -115,7 +117,7 @@ class _Extraction:
         experts: dict[str, list[str]] = defaultdict(list)
         for key in sorted(_differing(self._before, self._after), key=natural_key):
             module, _, name = key.rpartition(".")
-            if len(self._after.tensors[key].shape) == 3:
+            if self._roles.get(key, ("", ""))[1] in self._experts:
                 experts[module].append(key)
             elif name == "weight" and self._is_smaller(key):
                 self._config["target_modules"].append(module)
@@ -194,7 +196,7 @@ class _Extraction:
 
     def _place(self, key: str) -> int:
         """Where transformers' module declares a fused tensor: as the family's spec lists them."""
-        ends = [name.rpartition(".")[2] for name in spec_of(self._after, None).experts]
+        ends = [name.rpartition(".")[2] for name in self._experts]
         name = key.rpartition(".")[2]
         return ends.index(name) if name in ends else len(ends)
 
