@@ -252,3 +252,26 @@ def test_factors_that_make_no_product_are_refused(tmp_path, shape_a, shape_b) ->
     adapter(tmp_path / "lora", tensors)
     with pytest.raises(WeightConvertError, match=r"expected \[rank, in\] and \[out, rank\] of one"):
         lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+
+
+@pytest.mark.parametrize("count", [1, 7, 9, 16])
+def test_a_magnitude_of_another_length_is_refused(tmp_path, count) -> None:
+    model = write(tmp_path / "m", {f"{Q}.weight": torch.randn(8, H)}, {"model_type": "qwen3_moe"})
+    a, b = factors(8, H)
+    tensors = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    tensors[f"{Q}.lora_magnitude_vector"] = torch.rand(count)
+    lora_folder = adapter(tmp_path / "l", tensors, use_dora=True)
+    with pytest.raises(WeightConvertError, match=rf"shape \[{count}\]; expected 8 numbers"):
+        lora(model, lora_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_embedding_with_dora_is_refused(tmp_path) -> None:
+    name = "model.embed_tokens"
+    model = write(tmp_path / "m", {f"{name}.weight": torch.randn(9, H)}, {"model_type": "olmoe"})
+    tensors = {f"{name}.lora_embedding_A": torch.randn(R, 9)}
+    tensors[f"{name}.lora_embedding_B"] = torch.randn(H, R)
+    tensors[f"{name}.lora_magnitude_vector"] = torch.rand(H)
+    lora_folder = adapter(tmp_path / "l", tensors, use_dora=True)
+    with pytest.raises(WeightConvertError, match=r"embed_tokens is an embedding with DoRA"):
+        lora(model, lora_folder, tmp_path / "out")

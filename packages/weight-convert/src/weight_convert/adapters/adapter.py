@@ -193,6 +193,16 @@ def _factors(
             f"{path}: use_dora is {config.get('use_dora')}, but the magnitude of {module} is "
             f"{'there' if magnitude else 'missing'}"
         )
+    if magnitude is not None and "embedding" in found:
+        raise WeightConvertError(
+            f"{path}: {module} is an embedding with DoRA, which cannot be merged here; merge it "
+            f"with peft's merge_and_unload"
+        )
+    if magnitude is not None and math.prod(magnitude.shape) != b.shape[0]:
+        raise WeightConvertError(
+            f"{path}: the magnitude of {module} has shape {list(magnitude.shape)}; expected "
+            f"{b.shape[0]} numbers, one for each row of lora_B; the file is damaged"
+        )
     return Factors(
         a=a,
         b=b,

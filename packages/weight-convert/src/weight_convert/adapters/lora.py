@@ -37,7 +37,7 @@ def lora(
     Args:
         src: the model that the adapter was trained on.
         adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`: LoRA,
-            rsLoRA or DoRA of linear layers and embeddings, LoRA or rsLoRA of fused experts.
+            rsLoRA or DoRA of linear layers, LoRA or rsLoRA of embeddings and fused experts.
         dst: the output; must not exist.
         options: how to write; None for the defaults.
         on_progress: called with (bytes done, bytes in all).
