@@ -2,7 +2,7 @@
 
 A room of its own, since only here tensors come and go with their scales.
 
-May import: run, plan, outputs, operations, specs, files.
+May import: run, plan, outputs, operations, specs, files, staging.
 """
 
 from weight_convert.quantization.dequantizing import dequantize as dequantize

@@ -9,16 +9,15 @@ are so extreme that plain numbers could not hold them.
 """
 
 import json
-import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weight_convert.errors import CorruptFileError, WeightConvertError
 from weight_convert.files import Catalog, SourceTensor, read_header
 from weight_convert.outputs import PlannedTensor, TargetFile, lay_out
+from weight_convert.staging import OpenFiles
 
 KEPT_NAME = "quantization.kept"
 _ENTRY = "quantization_config"
@@ -79,20 +78,14 @@ def is_safe(catalog: Catalog, scales: SourceTensor) -> bool:
 
     Raises:
         WeightConvertError: scales of a dtype that is not known.
+        CorruptFileError: a file became shorter meanwhile.
     """
     if scales.dtype not in _SAFE:
         raise WeightConvertError(
             f"{scales.key} is {scales.dtype}; scales are known in {', '.join(_SAFE)}"
         )
     kind, low, high = _SAFE[scales.dtype]
-    content = _read(catalog.directory / catalog.files[scales.file], scales)
+    with OpenFiles([catalog.directory / name for name in catalog.files]) as files:
+        content = b"".join(PlannedTensor.of(scales).read(0, scales.size_bytes, files))
     bits = array(kind, content)
     return not bits or (low <= min(bits) and max(bits) <= high)
-
-
-def _read(path: Path, tensor: SourceTensor) -> bytes:
-    with path.open("rb") as file:
-        content = os.pread(file.fileno(), tensor.size_bytes, tensor.offset_bytes)
-    if len(content) != tensor.size_bytes:
-        raise CorruptFileError(f"{path} became shorter while {tensor.key} was read")
-    return content
