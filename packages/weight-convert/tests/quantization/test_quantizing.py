@@ -214,6 +214,25 @@ def test_matrices_of_mamba_stay_plain_and_the_config_says_so(tmp_path: Path) -> 
     assert entry["modules_to_not_convert"] == ["lm_head", "model.layers.0.mamba"]
 
 
+def test_matrices_of_other_parts_stay_plain_and_the_config_says_so(tmp_path: Path) -> None:
+    visual, layer = "model.visual.blocks.{}.attn.qkv", "model.language_model.layers.0"
+    tensors = {
+        **{visual.format(n) + ".weight": torch.randn(12, 4) for n in range(11)},
+        **{visual.format(n) + ".bias": torch.randn(12) for n in range(11)},
+        "model.audio.norm.weight": torch.randn(4),
+        "model.audio.proj.weight": torch.randn(4, 4),
+        f"{layer}.self_attn.o_proj.weight": torch.randn(4, 4),
+        f"{layer}.mlp.experts.down_proj": torch.randn(2, 4, 4),
+    }
+    write(tmp_path / "a", [tensors], {"model_type": "qwen3_vl_moe"})
+    quantize(tmp_path / "a", tmp_path / "b", to="fp8")
+    found = read(tmp_path / "b")
+    assert [key for key in tensors if found[key].dtype == E4M3] == list(tensors)[-2:]
+    entry = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    plain = ["model.audio.proj", *(visual.format(n) for n in range(11))]
+    assert entry["modules_to_not_convert"] == ["lm_head", *plain]
+
+
 def test_what_does_not_belong_together_is_named(tmp_path: Path) -> None:
     fp8_model(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())

@@ -170,7 +170,24 @@ def _chosen(
                 f"of it, or nothing"
             )
     mamba = {_module(key, name) for key, (_, name) in roles.items() if _MAMBA in name}
-    return chosen, (*plain, *sorted({f"{m}.".partition(_MAMBA)[0] + ".mamba" for m in mamba}))
+    mamba = {f"{module}.".partition(_MAMBA)[0] + ".mamba" for module in mamba}
+    return chosen, (*plain, *sorted(mamba), *_of_other_parts(catalog, roles))
+
+
+def _of_other_parts(catalog: Catalog, roles: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Modules with matrices that no role is for, such as a vision tower's.
+
+    transformers would take these for codes, too, and make up their scales.
+    """
+    found = {
+        key.rpartition(".")[0]
+        for key, tensor in catalog.tensors.items()
+        if roles.get(key, ("other", ""))[0] == "other"
+        and tensor.dtype in FLOATS
+        and len(tensor.shape) > 1
+        and key.endswith(".weight")
+    }
+    return sorted(found, key=natural_key)
 
 
 def _module(key: str, name: str) -> str:
