@@ -1,3 +1,4 @@
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,26 @@ def test_other_dtypes_count_their_real_bytes(oracle: Any, tmp_path: Path) -> Non
     assert rank_bytes(catalog, whole, dtype="fp8") == (39000 + 4 * blocks + 260 + 8 + 4 + 4 + 4,)
     with pytest.raises(WeightConvertError, match="expected one of fp8, bfloat16"):
         rank_bytes(catalog, whole, dtype="fp7")
+
+
+def test_matrices_of_every_role_that_quantize_takes_count_as_fp8(
+    oracle: Any, tmp_path: Path
+) -> None:
+    layer = "model.layers.1."
+    shapes = {
+        "self_attn.q_a_proj.weight": (200, 10),  # in fp8: 2000 codes and 2 scales
+        "eh_proj.weight": (10, 20),
+        "mlp.gate.weight": (2, 10),
+        "mlp.experts.gate_up_proj": (2, 8, 10),  # 160 and 2
+        "mlp.experts.down_proj": (2, 10, 4),  # 80 and 2
+    }
+    tensors = {
+        layer + name: ("BF16", shape, bytes(2 * prod(shape))) for name, shape in shapes.items()
+    }
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 2, "num_hidden_layers": 2}
+    oracle.write_folder(tmp_path / "m", [tensors], config)
+    held = rank_bytes(read_catalog(tmp_path / "m"), SplitLayout(), dtype="fp8")
+    assert held == (2008 + 400 + 40 + 168 + 88,)
 
 
 def test_the_tree_takes_numbers_together(

@@ -15,15 +15,13 @@ from weight_convert._dtypes import FLOATS
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog, LeftOut, SourceTensor, read_catalog
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
-from weight_convert.plan import spec_of, stored_roles
+from weight_convert.plan import spec_of, stored_roles, takes_fp8
 from weight_convert.quantization.kept import KEPT_NAME, Kept, read_kept
 from weight_convert.quantization.methods import Method, fp8, method_of, mxfp4
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output
 from weight_convert.specs import FamilySpec
 
-_ROLES = frozenset({"column", "row", "kv", "norm"})  # those of "norm" that are matrices
-_LEFT_PLAIN = ("*.eh_proj.weight", "*bias")  # as DeepSeek leaves them
-_MAMBA = ".mamba."  # reads its matrices itself, not by linear layers, so that it cannot know scales
+_MAMBA = ".mamba."
 _LAYER_STEM = re.compile(r"(.*?layers\.\d+)\.")
 
 
@@ -142,10 +140,8 @@ def _chosen(
         key: _module(key, name)
         for key, (role, name) in roles.items()
         if catalog.tensors[key].dtype in FLOATS
-        and len(catalog.tensors[key].shape) > 1
-        and (role in _ROLES if method.name == "fp8" else name in spec.experts)
-        and not any(fnmatchcase(key, pattern) for pattern in _LEFT_PLAIN)
-        and _MAMBA not in name
+        and takes_fp8(name, role, catalog.tensors[key].shape)
+        and (method.name == "fp8" or name in spec.experts)
     }
     for pattern in skip:
         if not any(fnmatchcase(key, pattern) for key in modules):

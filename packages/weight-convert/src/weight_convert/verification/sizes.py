@@ -16,8 +16,8 @@ from weight_convert._dtypes import TORCH_NAMES, stored_dtype
 from weight_convert.cutting import ModelCuts, SplitLayout
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, tensor_size_bytes
-from weight_convert.outputs import natural_key
-from weight_convert.plan import detect_format, in_memory, spec_of
+from weight_convert.outputs import PlannedTensor, natural_key
+from weight_convert.plan import detect_format, in_memory, spec_of, takes_fp8
 from weight_convert.specs import FamilySpec, Matcher, Side
 
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")  # whole fields
@@ -66,8 +66,9 @@ def rank_bytes(
         catalog: the directory.
         layout: the degrees.
         spec: the family; None takes it from `config.json`.
-        dtype: "" as stored; "bfloat16", "float16", "float32" for all parameters; "fp8" for all
-            matrices in blocks of 128 x 128 with one scale each, other tensors as stored.
+        dtype: "" as stored; "bfloat16", "float16", "float32" for all parameters; "fp8" for the
+            matrices that `quantize` takes, in blocks of 128 x 128 with one scale each, other
+            tensors as stored.
 
     Raises:
         UnknownFamilyError: no spec is given and `config.json` names no known family.
@@ -90,17 +91,17 @@ def rank_bytes(
         for rank in range(layout.world_size):
             local = model.shape_on(rank, tensor.key, tensor.shape)
             if local is not None and not (is_scale and dtype):
-                held[rank] += _size_in(tensor.dtype, local, role, dtype)
+                held[rank] += _size_in(tensor, local, role, dtype)
     return tuple(held)
 
 
-def _size_in(stored: str, shape: tuple[int, ...], role: str, dtype: str) -> int:
-    """The bytes of a tensor once it is in `dtype`."""
+def _size_in(tensor: PlannedTensor, shape: tuple[int, ...], role: str, dtype: str) -> int:
+    """The bytes of a tensor's part of this shape once it is in `dtype`."""
     is_parameter = role not in ("", "buffer")
-    if dtype == "fp8" and role in ("column", "row", "kv") and len(shape) > 1:
+    if dtype == "fp8" and takes_fp8(tensor.key, role, shape):
         *_, rows, columns = shape
         blocks = -(-rows // _FP8_BLOCK) * -(-columns // _FP8_BLOCK)
         return math.prod(shape) + 4 * blocks * math.prod(shape[:-2])
     if dtype and dtype != "fp8" and is_parameter:
         return tensor_size_bytes(stored_dtype(dtype), shape)
-    return tensor_size_bytes(stored, shape)
+    return tensor_size_bytes(tensor.dtype, shape)
