@@ -46,8 +46,8 @@ def stacked(
     for part, model, count in zip(slices, models, counts, strict=True):
         if count is not None and part.end > count:
             raise WeightConvertError(
-                f"{part.path} has {count} layers (config.json), of which {part.begin} to "
-                f"{part.end - 1} were asked for; layers behind them are no decoder's"
+                f"{part.path} has no layer {part.end - 1} in its decoder, which has {count} "
+                f"(config.json); layers {part.begin} to {part.end - 1} were asked for"
             )
         found: set[int] = set()
         for key, tensor in model.items():
