@@ -48,7 +48,8 @@ LINES_ADDED = {
     # The matrix on devices. Failures of the simulation itself.
     # Tensors without memory or inside transforms, and forked children, which ended or misled ranks.
     # Wrong lists, limits, gradients and slots refused by name; calls of torch's own programs.
-    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 40 + 5 + 230,
+    # Programs whose calls go elsewhere, told; modules that are missing; tensors that share memory.
+    "comm-collectives": 1_105 + 370 - 240 + 46 + 205 + 40 + 153 + 40 + 5 + 230 + 45,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -84,6 +85,8 @@ LINES_ADDED = {
     # that change, halves of characters.
     # Jobs that finish as they are stopped, full disks at the end of one, metrics of another run,
     # checkpoints of later steps than a resume's; ranks that do not meet.
+    # Masks of token rows, files of jobs that share a cache, file systems without locks, processes
+    # that prepare a corpus; frozen groups and ways of rows without ranks, told.
     "moe-train": 14_085
     + 90
     + 200
@@ -105,7 +108,8 @@ LINES_ADDED = {
     + 150
     + 700
     + 72
-    + 95,
+    + 95
+    + 230,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -124,6 +128,7 @@ LINES_ADDED = {
     # An account of memory that a script has broken is said.
     # Several devices in a process: whose memory is asked of which, recorded, named by a command.
     # Events that fail and calls that are broken off; memory of dropped allocators. Pages drawn.
+    # Cores that end after finalizers; storages that grow from nothing, tensors in wrappers.
     "gpu-alloc": 1_130
     + 20
     + 1_170
@@ -140,7 +145,8 @@ LINES_ADDED = {
     + 225
     + 237
     + 25
-    + 235,
+    + 235
+    + 40,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.
@@ -150,7 +156,8 @@ LINES_ADDED = {
     # Senders of lists at the limit, by max-flow.
     # A change of layout carried out on local ranks and compared, by a command.
     # Gradients of gradients; what torch cannot reduce, and what no machine holds, said before.
-    "mesh-spmd": 2_900 + 900 + 590 + 225 + 1_220 + 120,
+    # Equal specs of equal layouts, sub-meshes of DTensors; devices and kinds of local tensors.
+    "mesh-spmd": 2_900 + 900 + 590 + 225 + 1_220 + 120 + 85,
     # Fourteen families instead of one: rules that are read in both directions, specs as files of
     # users, formats found and explained, companions, unknown families, one file a command.
     # Tensors that are computed, in bounded memory: casts, transposes. fp8 and mxfp4 there and back,
@@ -168,6 +175,7 @@ LINES_ADDED = {
     # model at the beginning.
     # Options of merges and adapters that are of another type, or that nothing reads, refused;
     # layers that are not the decoder's; buffers under other names; what no cast touches.
+    # Predictors behind stacked layers, convolutions and magnitudes of adapters, other parts in fp8.
     "weight-convert": 1_670
     + 1_000
     + 950
@@ -180,7 +188,8 @@ LINES_ADDED = {
     + 720
     + 250
     + 300
-    + 168,
+    + 168
+    + 95,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
@@ -196,7 +205,22 @@ LINES_ADDED = {
     # Caps that only a loop keeps; files that are checked before they are forecast.
     # Split graphs asked for other gradients; states of what recompute gets by keyword; types of
     # switches, costs and scopes.
-    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20 + 20 + 115 + 75 + 40 + 65 + 240,
+    # Upcycled ranks without experts, rows beside places, runs of positions of groups.
+    "moe-pipeline": 150
+    + 600
+    + 230
+    + 120
+    + 170
+    + 300
+    + 110
+    + 20
+    + 20
+    + 115
+    + 75
+    + 40
+    + 65
+    + 240
+    + 46,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of

@@ -14,7 +14,6 @@ from weight_convert.plan.conversion_plan import plan_conversion as plan_conversi
 from weight_convert.plan.detection import detect_format as detect_format
 from weight_convert.plan.detection import spec_of as spec_of
 from weight_convert.plan.detection import stored_roles as stored_roles
-from weight_convert.plan.detection import takes_fp8 as takes_fp8
 from weight_convert.plan.regroup import as_stored as as_stored
 from weight_convert.plan.regroup import copied_in_memory as copied_in_memory
 from weight_convert.plan.regroup import in_memory as in_memory

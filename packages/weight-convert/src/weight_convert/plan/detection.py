@@ -8,14 +8,10 @@ would cut tensors at the wrong places, and a comparison by the same rules would 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog
 from weight_convert.specs import FamilySpec, Format, Matcher, Side, get_spec
-
-_LEFT_PLAIN = (".eh_proj.weight", "bias")  # as DeepSeek leaves them
-_MAMBA = ".mamba."  # reads its matrices itself, not by linear layers, so that it cannot know scales
 
 
 def spec_of(catalog: Catalog, spec: FamilySpec | None) -> FamilySpec:
@@ -91,18 +87,6 @@ def _more_turned(catalog: Catalog, spec: FamilySpec, form: Format) -> int:
 
     turns = sum(fits((*outer, cols, rows), shape) for (*outer, rows, cols), shape in matrices)
     return turns - sum(fits(dims, shape) for dims, shape in matrices)
-
-
-def takes_fp8(name: str, role: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is a matrix that is stored in fp8: of a layer, but no router and no bias.
-
-    Args:
-        name: its name in memory, or the template of that.
-        role: by the family's spec; of "norm" some are matrices.
-        shape: of it.
-    """
-    is_matrix = len(shape) > 1 and role in ("column", "row", "kv", "norm")
-    return is_matrix and _MAMBA not in name and not name.endswith(_LEFT_PLAIN)
 
 
 def stored_roles(catalog: Catalog, spec: FamilySpec) -> dict[str, tuple[str, str]]:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from weight_convert._checks import check_kind
-from weight_convert._dtypes import FLOATS
+from weight_convert._dtypes import FLOATS, MAMBA, takes_fp8
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog, LeftOut, SourceTensor, read_catalog
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
-from weight_convert.plan import spec_of, stored_roles, takes_fp8
+from weight_convert.plan import spec_of, stored_roles
 from weight_convert.quantization.kept import KEPT_NAME, Kept, read_kept
 from weight_convert.quantization.methods import Method, fp8, method_of, mxfp4
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output
 from weight_convert.specs import FamilySpec
 
-_MAMBA = ".mamba."
 _LAYER_STEM = re.compile(r"(.*?layers\.\d+)\.")
 
 
@@ -165,8 +164,8 @@ def _chosen(
                 f"one module, of which a config can only say that all of it is quantised: skip all "
                 f"of it, or nothing"
             )
-    mamba = {_module(key, name) for key, (_, name) in roles.items() if _MAMBA in name}
-    mamba = {f"{module}.".partition(_MAMBA)[0] + ".mamba" for module in mamba}
+    mamba = {_module(key, name) for key, (_, name) in roles.items() if MAMBA in name}
+    mamba = {f"{module}.".partition(MAMBA)[0] + ".mamba" for module in mamba}
     return chosen, (*plain, *sorted(mamba), *_of_other_parts(catalog, roles))
 
 

@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from weight_convert._checks import Record
-from weight_convert._dtypes import TORCH_NAMES, stored_dtype
+from weight_convert._dtypes import TORCH_NAMES, stored_dtype, takes_fp8
 from weight_convert.cutting import ModelCuts, SplitLayout
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, tensor_size_bytes
 from weight_convert.outputs import PlannedTensor, natural_key
-from weight_convert.plan import detect_format, in_memory, spec_of, takes_fp8
+from weight_convert.plan import detect_format, in_memory, spec_of
 from weight_convert.specs import FamilySpec, Matcher, Side
 
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")  # whole fields
