@@ -31,17 +31,21 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def libraries_of(arguments: argparse.Namespace) -> list[str]:
-    """The libraries that are meant. Raises AllocValueError where one is missing, or the script."""
+    """The libraries that are meant. Raises AllocValueError where there is none, or no script."""
     libraries: list[str] = arguments.of or [name for name in LIBRARIES if find_spec(name)]
     if not libraries:
         raise AllocValueError("neither CuPy nor torch is installed, so there is nothing to serve")
+    if not Path(arguments.script).is_file():
+        raise AllocValueError(f"{arguments.script} is no file; give the script to run")
+    return libraries
+
+
+def check_installed(libraries: Sequence[str]) -> None:
+    """Raise AllocValueError, which says what to install, where one of them is not."""
     missing = [name for name in libraries if find_spec(name) is None]
     if missing:
         how = "; ".join(_INSTALL[name] for name in missing)
         raise AllocValueError(f"{' and '.join(missing)}: not installed in this Python; {how}")
-    if not Path(arguments.script).is_file():
-        raise AllocValueError(f"{arguments.script} is no file; give the script to run")
-    return libraries
 
 
 def run_program(script: str, args: Sequence[str]) -> None:

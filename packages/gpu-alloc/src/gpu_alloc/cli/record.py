@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from gpu_alloc.cli.options import Commands
-from gpu_alloc.cli.program import add_program, libraries_of, run_program
+from gpu_alloc.cli.program import add_program, check_installed, libraries_of, run_program
 from gpu_alloc.errors import AllocValueError
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.trace import save_trace
@@ -43,6 +43,7 @@ def _run_record(arguments: argparse.Namespace) -> int:
     if out.is_dir() or not os.access(out.parent, os.W_OK):
         what = "is a folder" if out.is_dir() else f"cannot be written: {out.parent} is read-only"
         raise AllocValueError(f"--out {arguments.out} {what}; name a file that can be written")
+    check_installed(libraries)
     traces: list[_Traces] = []
     try:
         with ExitStack() as stack:

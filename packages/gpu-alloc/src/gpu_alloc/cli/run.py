@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from gpu_alloc.cli.options import Commands, effective_config, parse_size
-from gpu_alloc.cli.program import add_program, libraries_of, run_program
+from gpu_alloc.cli.program import add_program, check_installed, libraries_of, run_program
 from gpu_alloc.core import AllocatorConfig, check_snapshot, format_bytes
 from gpu_alloc.errors import AllocError, AllocValueError
 
@@ -56,6 +56,7 @@ def _run_run(arguments: argparse.Namespace) -> int:
         raise AllocValueError("--segments is for torch; leave out --of cupy, or --segments")
     settings = arguments.settings
     config = AllocatorConfig.from_toml(settings) if settings else effective_config(arguments)
+    check_installed(libraries)
     with ExitStack() as stack:
         lines: list[_Lines] = []
         if "torch" in libraries:
