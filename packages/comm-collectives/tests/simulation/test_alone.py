@@ -1,9 +1,19 @@
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from comm_collectives import all_gather, all_reduce, all_to_all, combine, dispatch, reduce_scatter
+from comm_collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    combine,
+    dispatch,
+    reduce_in_buckets,
+    reduce_scatter,
+)
 from comm_collectives.simulation import stand_alone
 from ranktest import run_ranks
 
@@ -62,6 +72,19 @@ def test_asynchronous_calls_of_a_rank_alone_allocate_on_its_own_thread() -> None
         return found.is_done()
 
     assert run_ranks(fn, 1, init=False) == [True]
+
+
+def test_a_rank_alone_reduces_buckets_of_fake_tensors() -> None:
+    def fn(*_: int) -> list[tuple[int, ...]]:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        stand_alone()
+        with warnings.catch_warnings(), FakeTensorMode():
+            warnings.simplefilter("error")  # torch warns where a fake one is asked where it lies
+            tensors = [torch.ones(3, 2), torch.ones(5), torch.ones(0)]
+            reduce_in_buckets(tensors, bucket_bytes=16)
+        return [tuple(x.shape) for x in tensors]
+
+    assert run_ranks(fn, 1, init=False) == [[(3, 2), (5,), (0,)]]
 
 
 def test_what_a_rank_alone_gives_to_a_call_is_not_changed_by_it() -> None:

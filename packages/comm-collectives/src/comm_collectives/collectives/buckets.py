@@ -55,6 +55,8 @@ def reduce_in_buckets(
     buckets: list[list[torch.Tensor]] = []
     try:
         _check_tensors(tensors, op)
+        if not state.is_alone:  # whose tensors may be fake ones, which lie nowhere
+            _check_disjoint(tensors)
         buckets = fill_buckets(tensors, bucket_bytes)
     except (TypeError, ValueError) as error:
         refused = error  # told to the ranks that wait in their first bucket
@@ -111,7 +113,6 @@ def _check_tensors(tensors: Sequence[torch.Tensor], op: str) -> None:
         check_apart(tensor, f"tensors[{i}]")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise CommValueError("a tensor occurs twice; give each one once")
-    _check_disjoint(tensors)
 
 
 def _check_disjoint(tensors: Sequence[torch.Tensor]) -> None:
