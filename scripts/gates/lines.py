@@ -129,6 +129,7 @@ LINES_ADDED = {
     # Several devices in a process: whose memory is asked of which, recorded, named by a command.
     # Events that fail and calls that are broken off; memory of dropped allocators. Pages drawn.
     # Cores that end after finalizers; storages that grow from nothing, tensors in wrappers.
+    # Libraries that are not installed.
     "gpu-alloc": 1_130
     + 20
     + 1_170
@@ -146,7 +147,7 @@ LINES_ADDED = {
     + 237
     + 25
     + 235
-    + 40,
+    + 50,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.
