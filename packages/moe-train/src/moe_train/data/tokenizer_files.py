@@ -1,7 +1,7 @@
 """The files of a tokenizer in the cache, on the disk when they have their names.
 
 write_files(folder, tokenizer.files)
-kept_tokenizer(tokenizer, cache_dir, corpus)        # where exactly its files are
+kept_tokenizer(tokenizer, cache_dir, made=folder)   # where exactly its files are
 """
 
 import hashlib
