@@ -1,4 +1,10 @@
-from ranktest.memory import forget_peak, peak_resident_bytes, resident_bytes
+from ranktest import run_ranks
+from ranktest.memory import (
+    forget_peak,
+    keep_no_freed_memory,
+    peak_resident_bytes,
+    resident_bytes,
+)
 
 SIZE_BYTES = 64 << 20
 
@@ -22,3 +28,19 @@ def test_what_was_free_before_is_not_growth_that_goes_unseen() -> None:
     again = [bytes(10_000) + bytes([number % 256]) for number in range(SIZE_BYTES // 10_000)]
     assert peak_resident_bytes() - before >= 0.9 * SIZE_BYTES
     assert pinned and again
+
+
+def test_a_freed_block_stays_resident_until_it_is_asked_that_none_does() -> None:
+    def kept_bytes(gives_back: bool) -> int:
+        if gives_back:
+            keep_no_freed_memory()
+        block = bytearray(24 << 20)
+        del block  # from now on glibc itself would keep what is smaller
+        before = resident_bytes()
+        block = bytearray(b"1") * (16 << 20)
+        del block
+        return resident_bytes() - before
+
+    for gives_back in (False, True):
+        kept = run_ranks(lambda *_: kept_bytes(gives_back), 1)[0]  # noqa: B023 - runs at once
+        assert (kept < 1 << 20) == gives_back, kept

@@ -25,7 +25,12 @@ from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
 from moe_train.training.beside import SavesBeside
 from ranktest import run_ranks
-from ranktest.memory import forget_peak, peak_resident_bytes, resident_bytes
+from ranktest.memory import (
+    forget_peak,
+    keep_no_freed_memory,
+    peak_resident_bytes,
+    resident_bytes,
+)
 from unified_ckpt import AsyncSaverConfig, diff_checkpoints
 from unified_ckpt.folders import find_fault
 
@@ -267,11 +272,12 @@ def test_saves_in_pieces_take_two_buffers_of_the_state_and_no_other_memory(
     (storages, process), (storages_beside, process_beside) = found["sync"], found["zero_cost"]
     assert state > 100e6
     assert storages_beside == pytest.approx(storages, rel=1e-3)
-    assert process_beside - process <= 2.05 * state
+    assert process_beside - process <= 2.1 * state
 
 
 def _peaks(config: Config) -> tuple[int, int]:
     """The most bytes that a rank's storages had at once in training, and that all of it grew by."""
+    keep_no_freed_memory()
     forget_peak()
     before = resident_bytes()
     with TraceRecorder() as recorder:

@@ -4,6 +4,7 @@ import ctypes
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
+_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 128 << 10  # of mallopt(3), and where glibc begins
 
 
 def resident_bytes() -> int:
@@ -23,6 +24,16 @@ def forget_peak() -> None:
     """
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def keep_no_freed_memory() -> None:
+    """Let this process give each tensor's memory back when it is freed, from now on.
+
+    glibc asks for large memory apart at first, but after such a block is freed it keeps blocks of
+    that size for the next: whether one is resident at a peak is then a matter of timing.
+    """
+    if not ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _THRESHOLD_BYTES):
+        raise OSError(f"mallopt did not take M_MMAP_THRESHOLD={_THRESHOLD_BYTES}")
 
 
 def _field_bytes(name: str) -> int:
