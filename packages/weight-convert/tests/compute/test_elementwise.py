@@ -22,6 +22,14 @@ def test_a_number_that_a_narrow_dtype_cannot_hold_is_named() -> None:
     assert elementwise.rounded(endless, torch.float16, "w").isinf().tolist() == [True, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_float64_that_no_narrower_dtype_can_hold_is_named(dtype) -> None:
+    values = torch.tensor([1.0, float("-inf"), -1e300], dtype=torch.float64)
+    with pytest.raises(WeightConvertError, match=r"w holds 1e\+300, too large .* leave its dtype"):
+        elementwise.rounded(values, dtype, "w")
+    assert torch.equal(elementwise.rounded(values[:2], dtype, "w"), values[:2].to(dtype))
+
+
 @pytest.mark.parametrize("band_bytes", [1, 40, 24 << 20])
 @pytest.mark.parametrize("shape", [(5, 3), (1, 7), (2, 4, 6), (3, 0, 2), (2, 2, 3, 5)])
 def test_a_transpose_exchanges_the_last_two_dims(compute, monkeypatch, band_bytes, shape) -> None:

@@ -46,16 +46,20 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.Tensor:
     """`values` in `dtype`.
 
     Raises:
-        WeightConvertError: a number is too large for a narrow dtype.
+        WeightConvertError: a number is too large for `dtype`, which is fp8 or float16, or another
+            whose values are float64.
     """
     result = values.to(dtype)
-    if dtype in _NARROW and not torch.equal(
-        result.to(torch.float32).isfinite(), values.to(torch.float32).isfinite()
+    double = values.dtype == torch.float64
+    if (dtype in _NARROW or double) and not torch.equal(
+        result.to(torch.float32 if dtype in _NARROW else dtype).isfinite(),
+        values.to(torch.float64 if double else torch.float32).isfinite(),
     ):
-        largest = values.to(torch.float32).abs().nan_to_num(0.0, 0.0).max().item()
+        largest = values.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        wide = largest > torch.finfo(torch.float32).max
+        remedy = "leave its dtype" if wide else "choose one with a wider range, such as bfloat16"
         raise WeightConvertError(
-            f"{key} holds {largest:g}, too large for {str(dtype).removeprefix('torch.')}; "
-            f"choose a dtype with a wider range, such as bfloat16"
+            f"{key} holds {largest:g}, too large for {str(dtype).removeprefix('torch.')}; {remedy}"
         )
     return result
 
