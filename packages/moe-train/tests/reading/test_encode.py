@@ -1,6 +1,7 @@
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from moe_train.reading import spans
@@ -19,6 +23,7 @@ from moe_train.tokenization.end_tokens import EndTokens
 
 ROWS = [{"text": f"row {index} é" + "x" * (index % 7), "id": index} for index in range(60)]
 WHOLE = sorted(f"{row['text']}<|end|>" for row in ROWS)
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 Jsonl = Callable[..., Path]
 Reader = Callable[..., Any]
 
@@ -260,17 +265,43 @@ def test_an_empty_or_binary_corpus_is_one_message(
         read(tmp_path / "a.jsonl", kind="chat")
 
 
-def test_only_the_first_piece_of_a_text_has_a_begin_token(
-    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+def _word_begins() -> Iterator[Tokenizer]:
+    """Tokenizers that put "▁" before a text: as Mixtral's does it, and as newer ones do."""
+    letters = ["▁", *"line0123456789"]
+    vocab = {token: i for i, token in enumerate(["<s>", *BYTES, *letters, "▁l", "▁0"])}
+    for prepends in (True, False):
+        made = Tokenizer(BPE(vocab, [("▁", "l"), ("▁", "0")], byte_fallback=True, fuse_unk=True))
+        if prepends:
+            made.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
+        else:
+            made.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("begins_words", "line"),
+    [
+        (None, "line {}\n"),  # its "\n\n" is one token, which a piece may begin in
+        *product((0, 1), ("line {}\n", "{}\n\n", " line {}\r\n")),
+    ],
+)
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(
+    tmp_path: Path,
+    tokenizer: TextTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    begins_words: int | None,
+    line: str,
 ) -> None:
     parsed = Tokenizer.from_buffer(tokenizer.files["tokenizer.json"])
+    if begins_words is not None:
+        parsed = list(_word_begins())[begins_words]
     parsed.add_special_tokens(["<s>"])
     begin = parsed.token_to_id("<s>")
     parsed.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     files = {**tokenizer.files, "tokenizer.json": parsed.to_str().encode()}
     ends = EndTokens(document_end_id=0, eos_token_ids=(0,), pad_token_id=0)
     path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {index}\n" for index in range(50)))
+    path.write_bytes("".join(line.format(index) for index in range(99)).encode())
     size = path.stat().st_size
     file = DataFile(name="a", path=path, shown="a", format="text", size_bytes=size)
     job = EncodeJob(kind="text", field="text", dtype="", hold_below=0, keep_below=None)
@@ -278,7 +309,7 @@ def test_only_the_first_piece_of_a_text_has_a_begin_token(
     cut = spans.cut_text(file, "train")
     assert len(cut) > 3
     part = encode_piece(cut, job, TextTokenizer(files, ends)).parts["train"]
-    whole = TextTokenizer(files, ends).encode_batch([path.read_text()])[0]
+    whole = TextTokenizer(files, ends).encode_batch([path.read_bytes().decode()])[0]
     assert part.tokens.tolist() == [*whole.tolist(), 0]
     assert part.tokens.tolist().count(begin) == 1
     assert part.begins.tolist() == [0]

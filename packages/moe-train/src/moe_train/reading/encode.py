@@ -156,9 +156,10 @@ class _Encoder:
             self._flush()
 
     def _flush(self) -> None:
-        encoded = self._tokenizer.encode_batch([text for _, text, _, _ in self._waiting])
-        for (part, _, begins, ends), ids in zip(self._waiting, encoded, strict=True):
-            own = ids if begins else ids[len(self._tokenizer.begin_ids) :]
+        texts = [text for _, text, begins, _ in self._waiting if begins]
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        for part, text, begins, ends in self._waiting:
+            own = next(encoded) if begins else self._tokenizer.encode_rest(text)
             whole = np.append(own, self._tokenizer.document_end_id) if ends else own
             self._parts[part].add(whole, begins=begins)
         self._waiting, self._characters = [], 0

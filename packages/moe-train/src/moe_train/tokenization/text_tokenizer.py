@@ -96,9 +96,19 @@ class TextTokenizer:
         A document begins as in transformers' `tokenizer(text)`, with a BOS token where that adds
         one. Text that looks like a special token stays text.
         """
-        self._tokenizer.encode_special_tokens = True
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*self.begin_ids, *each.ids], dtype=np.int64) for each in encodings]
+        found = self._plain_ids(texts)
+        return [np.array([*self.begin_ids, *ids], dtype=np.int64) for ids in found]
+
+    def encode_rest(self, text: str) -> NDArray[np.int64]:
+        """Token ids of lines that go on with a document, int64 [N].
+
+        They are encoded behind the end of a line, which is taken off again: Llama's and Mixtral's
+        tokenizers begin a word ("▁") before any text, which is right at its beginning alone.
+        """
+        line, behind = self._plain_ids(["\n", f"\n{text}"])
+        fits = behind[: len(line)] == line  # not where "\n\n" is one token
+        ids = behind[len(line) :] if fits else self._plain_ids([text])[0]
+        return np.array(ids, dtype=np.int64)
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that transformers' `tokenizer(text)` gives: special tokens are read and added.
@@ -109,6 +119,11 @@ class TextTokenizer:
         self._tokenizer.encode_special_tokens = False
         whole = whole_text(text)
         return list(self._tokenizer.encode(whole, add_special_tokens=add_special_tokens).ids)
+
+    def _plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        self._tokenizer.encode_special_tokens = True
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [each.ids for each in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids, by default without special tokens."""
