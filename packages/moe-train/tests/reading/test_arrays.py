@@ -92,6 +92,8 @@ def test_other_safetensors_are_refused(tmp_path: Path, data_file: Make) -> None:
         ({"ids": np.arange(3)}, 'has no tensor "input_ids"; it has ids'),
         ({"input_ids": np.ones(3)}, "is not a whole safetensors file of whole numbers"),
         ({"input_ids": np.arange(3), "loss_mask": np.arange(2)}, r"loss_mask has shape \[2\]"),
+        ({"input_ids": np.arange(3), "labels": np.arange(3)}, "has labels, .*store loss_mask"),
+        ({"input_ids": np.arange(3), "attention_mask": np.arange(3)}, "attention_mask has zeros"),
     ):
         save_file(tensors, path)
         with pytest.raises(ValueError, match=message):

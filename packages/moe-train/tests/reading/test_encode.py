@@ -230,6 +230,43 @@ def test_rows_of_tokens_keep_their_mask(tmp_path: Path, read: Reader, name: str)
         assert mask == [int(i % 3 != 0 or tokens == ids[7]) for i in tokens]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_labels_and_padding_of_tokens_mean_what_they_mean_in_transformers(
+    tmp_path: Path, read: Reader, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {
+            "input_ids": [0, *range(n, n + 6), 0, 0],
+            "labels": [-100, -100, *range(n + 1, n + 6), 0, -100],
+            "attention_mask": [0, *[1] * 7, 0],
+        }
+        for n in range(20)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = read(tmp_path / name, kind="tokens")
+    for tokens, mask in zip(found.ids["train"], found.trained["train"], strict=True):
+        assert tokens == [*range(tokens[0], tokens[0] + 6), 0]
+        assert mask == [0, *[1] * 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("labels", [2, 3, -100], "labels has 2 at 0, where the token is 1; expected the token"),
+        ("labels", [1, 2], "labels is list .*expected a list of 3 numbers, the id, or -100"),
+        ("labels", 1, "labels is int 1, expected a list of 3"),
+        ("attention_mask", [1, 1, 1, 0], "attention_mask is list .*a list of 3 numbers, 0 or 1"),
+    ],
+)
+def test_labels_that_do_not_fit_their_row_are_named(
+    read: Reader, jsonl: Jsonl, name: str, given: object, message: str
+) -> None:
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], name: given}]
+    with pytest.raises(ValueError, match=f"line 2: {message}"):
+        read(jsonl(rows), kind="tokens")
+
+
 @pytest.mark.parametrize("mask", [[1, 0], [1, 0.5, 1], "101", [[1], [0, 1], [1]]])
 def test_a_mask_that_does_not_fit_its_row_is_named(
     read: Reader, jsonl: Jsonl, mask: object

@@ -10,7 +10,7 @@ numbers is cut behind each token that ends a document.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from moe_train.reading.formats import DataFile
 
 MASK_FIELD = "loss_mask"
 """Where a file or row says which of its tokens are targets."""
+LABELS, ATTENTION = "labels", "attention_mask"
+"""Where rows say it as the models of transformers read it."""
 
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
@@ -135,7 +137,8 @@ def _safetensors(file: DataFile) -> TokenArray:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, file.size_bytes)))
         names = sorted(name for name in header if name != "__metadata__")
-        entries = {name: header[name] for name in ("input_ids", MASK_FIELD) if name in header}
+        wanted = ("input_ids", MASK_FIELD, ATTENTION)
+        entries = {name: header[name] for name in wanted if name in header}
         found = {name: _tensor(file, entry, 8 + length) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrainValueError(
@@ -146,7 +149,23 @@ def _safetensors(file: DataFile) -> TokenArray:
         raise TrainValueError(
             f'{file.shown} has no tensor "input_ids"; it has {", ".join(names) or "none"}'
         )
+    _check_none_is_ignored(file, names, found.get(ATTENTION))
     return _shaped(file, found["input_ids"], found.get(MASK_FIELD))
+
+
+def _check_none_is_ignored(
+    file: DataFile, names: Sequence[str], attention: NDArray[Any] | None
+) -> None:
+    if LABELS in names and MASK_FIELD not in names:
+        raise TrainValueError(
+            f"{file.shown} has {LABELS}, which are read of JSONL and Parquet rows; store "
+            f"{MASK_FIELD} instead (1 where a token is a target)"
+        )
+    if attention is not None and not attention.all():
+        raise TrainValueError(
+            f"{file.shown}: {ATTENTION} has zeros, and padding is no document's; store documents "
+            "without it, or write rows of JSONL or Parquet, whose padding is left out"
+        )
 
 
 def _tensor(file: DataFile, entry: Mapping[str, Any], data_start: int) -> NDArray[Any]:

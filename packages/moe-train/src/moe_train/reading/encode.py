@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_train.errors import TrainValueError
-from moe_train.reading.arrays import MASK_FIELD, check_ids, open_array
+from moe_train.reading.arrays import ATTENTION, check_ids, open_array
 from moe_train.reading.records import (
     Conversation,
     columns_of,
@@ -28,6 +28,7 @@ from moe_train.reading.records import (
 from moe_train.reading.rows import Row, field_of, jsonl_rows, parquet_rows, place_of
 from moe_train.reading.spans import BY_ROW, TRAIN, VALIDATION, Span, document_begins, row_hashes
 from moe_train.reading.text_files import read_part
+from moe_train.reading.token_rows import token_row
 from moe_train.tokenization import TextTokenizer, whole_text
 
 _BATCH_CHARACTERS = 1 << 19
@@ -272,25 +273,17 @@ class _Encoder:
         return not behind.strip()
 
     def _add_ids(self, part: str, value: Mapping[str, Any], place: str, span: Span) -> None:
-        listed = field_of(value, self._job.field, place)
-        if not listed:
+        row = token_row(value, self._job.field, place)
+        if row is None or not len(row.ids):
             self._left_out["rows without tokens"] += 1
             return
-        ids = _whole_numbers(listed, "iu")
-        if ids is None:
-            raise TrainValueError(f"{place}: field {self._job.field!r} is no list of token ids")
         try:
-            check_ids(ids, self._tokenizer.vocab_size, span.file, 0)
+            check_ids(row.ids, self._tokenizer.vocab_size, span.file, 0)
         except TrainValueError as error:
             raise TrainValueError(f"{place}, of {error}") from error
-        given = value.get(MASK_FIELD)
-        mask = None if given is None else _whole_numbers(given, "biu")
-        if given is not None and (mask is None or len(mask) != len(ids)):
-            raise TrainValueError(
-                f"{place}: {MASK_FIELD} is {type(given).__name__} {given!r:.50}, expected a list "
-                f"of {len(ids)} numbers, 0 or 1 for each token"
-            )
-        self._parts[part].add(ids, mask)
+        if row.num_padding:
+            self._left_out[f"tokens of padding ({ATTENTION} of 0)"] += row.num_padding
+        self._parts[part].add(row.ids, row.trained)
 
     def _add_pair(self, part: str, value: Mapping[str, Any], place: str) -> None:
         """The texts of a pair as documents, so that their lengths can be seen."""
@@ -329,15 +322,6 @@ class _RowSplit:
                 pairs = zip(self._parts, kept.tolist(), strict=True)
                 self._parts = [part if keep else None for part, keep in pairs]
         return self._parts[number - self._first]
-
-
-def _whole_numbers(listed: Any, kinds: str) -> NDArray[Any] | None:
-    """The numbers of a list, of these kinds of dtypes; None where it is anything else."""
-    try:
-        numbers = np.array(listed if isinstance(listed, list) else "")
-    except ValueError:  # lists of different lengths in it
-        return None
-    return numbers if numbers.dtype.kind in kinds and numbers.ndim == 1 else None
 
 
 def _rows(span: Span, columns: tuple[str, ...]) -> Iterator[Row | int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from moe_train.config import SourceConfig
 from moe_train.errors import TrainValueError
+from moe_train.reading.arrays import ATTENTION, LABELS
 from moe_train.reading.corpus import Document, find_documents, name_hash, sample_documents
 from moe_train.reading.encode import EncodeJob, span_texts
 from moe_train.reading.formats import DataFile, compression_of, endings_of, file_format, unpack
@@ -130,6 +131,8 @@ def plan_source(
     job = _job(source, cuts, fraction, dtype, sum(file.size_bytes for file, _ in texts))
     if others:
         digests.append(repr(job))
+    if source.kind == "tokens":
+        digests.append(f"{LABELS} {ATTENTION}")  # which were once not read: prepared anew
     if not texts and not any(cut.num_rows for cut in cuts):
         raise TrainValueError(_nothing_message(source, files))
     spans = _text_spans(source, [file for file, _ in texts], fraction, alone=not others)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_train.errors import TrainValueError
-from moe_train.reading.arrays import MASK_FIELD
+from moe_train.reading.arrays import ATTENTION, LABELS, MASK_FIELD
 from moe_train.reading.rows import field_of
 
 _SHAREGPT_FIELD = "conversations"
@@ -67,7 +67,7 @@ def columns_of(kind: str, field: str) -> tuple[str, ...]:
     if kind == "embedding":
         return ("anchor", "positive", *_NEGATIVES)
     if kind == "tokens":
-        return (field, field.split(".")[0], MASK_FIELD)
+        return (field, field.split(".")[0], MASK_FIELD, LABELS, ATTENTION)
     return (field, field.split(".")[0])
 
 
