@@ -10,6 +10,14 @@ def test_without_groups_a_rank_has_everything():
     assert (groups.ep_size, groups.etp_size, groups.etp_rank) == (1, 1, 0)
 
 
+def test_a_limit_that_is_no_time_is_refused():
+    for limit in (-1, 0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"groups\.timeout_s"):
+            MoEGroups(timeout_s=limit)
+    with pytest.raises(TypeError, match=r"groups\.timeout_s"):
+        MoEGroups(timeout_s="60")
+
+
 def test_axes_that_cross_in_one_rank_are_accepted():
     def fn(rank, world_size):
         made = {pair: dist.new_group(list(pair)) for pair in [(0, 1), (2, 3), (0, 2), (1, 3)]}

@@ -25,3 +25,12 @@ def check_finite(name: str, value: object) -> None:
     check_type(name, value, int, float)
     if isinstance(value, int | float) and not 0.0 <= value < inf:
         raise MoEValueError(f"{name} must be finite and not negative, got {value}")
+
+
+def check_limit(name: str, value: object) -> None:
+    """Refuse what is no time to wait: None, or seconds above 0."""
+    if value is None:
+        return
+    check_finite(name, value)
+    if value == 0:
+        raise MoEValueError(f"{name}=0 must be above 0, or None")

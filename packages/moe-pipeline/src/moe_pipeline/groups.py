@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_pipeline._checks import check_limit
 from moe_pipeline.errors import MoETypeError, MoEValueError
 
 
@@ -36,7 +37,7 @@ class MoEGroups:
         TypeError: a group that this rank is not in.
         ValueError: ep and etp share a rank besides this one; or ep, etp, tp or sequence has a rank
             that `tokens` lacks, or tp one that `sequence` lacks; or `ep_parts` has not a number for
-            each rank of ep.
+            each rank of ep; or `timeout_s` is not above 0.
     """
 
     ep: ProcessGroup | None = None
@@ -48,6 +49,7 @@ class MoEGroups:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        check_limit("groups.timeout_s", self.timeout_s)
         axes = {name: _ranks(name, getattr(self, name)) for name in ("ep", "etp", "sequence", "tp")}
         shared = sorted(set(axes["ep"]) & set(axes["etp"]))
         if len(shared) > 1:

@@ -343,6 +343,16 @@ def test_a_stage_may_add_an_auxiliary_loss():
     run_ranks(fn, 1)
 
 
+def test_losses_that_nothing_would_fill_are_refused_before_the_step():
+    def fn(rank, world_size):
+        with pytest.raises(ValueError, match="there are none without a loss_fn"):
+            alone(nn.Linear(2, 2)).step(torch.ones(4, 2), losses=[])
+        with pytest.raises(ValueError, match="there are none without target="):
+            alone(nn.Linear(2, 2), loss_fn=loss_fn).eval(torch.ones(4, 2), losses=[])
+
+    run_ranks(fn, 1)
+
+
 def test_names_are_found_in_any_case_and_tell_the_kind():
     for name, places in TORCHS.items():
         theirs = torch_schedules.get_schedule_class(name.upper())
@@ -389,6 +399,8 @@ def test_a_schedule_is_read_from_torchs_csv(tmp_path):
         path.write_text("0F0,0B0\n", encoding="utf-8")
         with pytest.raises(ValueError, match="has 1 microbatches, 1 stages and 1 ranks; this"):
             schedule._load_csv(str(path))
+        with pytest.raises(ValueError, match="format='comms' is neither compute_only nor"):
+            schedule._load_csv(str(path), format="comms")
         row = "0F0,1F0,1B0,0F1,1F1,0B0,1B1,0B1,0F2,1F2,1B2,0B2"
         path.write_text(row + "\n", encoding="utf-8")
         schedule._load_csv(str(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_pipeline._checks import check_finite, check_type
+from moe_pipeline._checks import check_limit, check_type
 from moe_pipeline.errors import MoEValueError
 
 
@@ -39,10 +39,7 @@ class ExecutorOptions:
     alone: Callable[[], tuple[Any, ...]] | None = None
 
     def __post_init__(self) -> None:
-        if self.timeout_s is not None:
-            check_finite("timeout_s", self.timeout_s)
-            if self.timeout_s == 0:
-                raise MoEValueError("timeout_s=0 must be above 0, or None")
+        check_limit("timeout_s", self.timeout_s)
         if isinstance(self.device, str):
             try:
                 torch.device(self.device)

@@ -212,6 +212,11 @@ class PipelineSchedule(metaclass=_ScheduleType):
             raise MoEValueError(
                 "this rank has the last stage and the schedule a loss_fn; give it target="
             )
+        if has_last and losses is not None and state.loss_fn is None:
+            lacks = "a loss_fn" if self._loss_fn is None else "target="
+            raise MoEValueError(
+                f"losses= is given to be filled, but there are none without {lacks}"
+            )
         for stage in self._wrapped.values():
             stage.during(state)
         targets = batch.targets or [None] * self.schedule.num_microbatches
@@ -226,7 +231,7 @@ class PipelineSchedule(metaclass=_ScheduleType):
                 stage.during(None)
         if not has_last:
             return None
-        if losses is not None and state.loss_fn is not None:
+        if losses is not None:
             losses[:] = [state.losses[m] for m in sorted(state.losses)]
         if not state.keeps_outputs:
             return None
@@ -303,9 +308,12 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         """Run the schedule of a file from now on, as torch's method of this name.
 
         Raises:
-            ValueError: it has other stages, microbatches or ranks than this schedule was made for.
+            ValueError: it has other stages, microbatches or ranks than this schedule was made for;
+                or `format` is another word.
             ScheduleError: the file is no schedule, or one that would not end.
         """
+        if format not in ("compute_only", "compute_comms"):
+            raise MoEValueError(f"format={format!r} is neither compute_only nor compute_comms")
         found = read_csv(filename)
         if format == "compute_only":
             rows = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in found.ranks)
