@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ranktest import run_ranks
 from unified_ckpt import (
     CheckpointManager,
+    LoadOptions,
     ManagerOptions,
     Shard,
     async_save,
@@ -33,6 +34,7 @@ from unified_ckpt.errors import (
     SaveError,
     StoreError,
 )
+from unified_ckpt.files import Buffer
 from unified_ckpt.files.storage import Fetched, LocalStore, Location, as_target
 from unified_ckpt.folders import check_steps_free, numbered_checkpoints
 from unified_ckpt.folders.in_store import remove_stored
@@ -232,6 +234,72 @@ def test_a_store_that_does_not_answer_is_no_reason_to_take_an_older_checkpoint(
         with pytest.raises(SaveError, match="no answer"):
             manager.resume(fill)
     assert there(folder) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"], "the best one stays"
+
+
+class LosesOne(LocalStore):
+    """Does not answer one of all requests, the one of a number."""
+
+    number = -1
+
+    def fetch(self, key: str) -> Fetched | None:
+        self._count()
+        return super().fetch(key)
+
+    def size(self, key: str) -> int | None:
+        self._count()
+        return super().size(key)
+
+    def read(self, key: str, start: int, num_bytes: int) -> Buffer:
+        self._count()
+        return super().read(key, start, num_bytes)
+
+    def _count(self) -> None:
+        self.number -= 1
+        if self.number == -1:
+            raise ConnectionError("no answer")
+
+
+def test_whichever_request_is_lost_no_older_checkpoint_is_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(shards(step), checkpoint_id=place_in(tmp_path) / f"checkpoint-{step}")
+    lossy = Location(store=LosesOne(tmp_path), key="run")
+    failed = 0
+    for number in range(20):
+        lossy.store.number = number
+        try:
+            assert get_last_checkpoint(lossy, verify="full") == lossy / "checkpoint-2", number
+        except StoreError:
+            failed += 1
+    assert failed > 5
+
+
+def test_whichever_request_is_lost_no_part_counts_as_not_saved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    masters = {"weight": torch.full((3, 4), 1.0 + 2**-20)}  # more than the model's bf16 could say
+    state = {"model": model.bfloat16(), "optimizer": optimizer, "master_weights": masters}
+    save(state, checkpoint_id=place_in(tmp_path) / "checkpoint-1")
+    lossy = Location(store=LosesOne(tmp_path), key="run/checkpoint-1")
+    failed = 0
+    for number in range(40):
+        again = torch.nn.Linear(4, 3).bfloat16()
+        fresh = torch.optim.AdamW(again.named_parameters())
+        filled = {"weight": torch.zeros(3, 4)}
+        lossy.store.number = number
+        try:
+            load(
+                {"model": again, "optimizer": fresh, "master_weights": filled},
+                checkpoint_id=lossy,
+                options=LoadOptions(master_weight_compatible=True),
+            )
+        except StoreError:
+            failed += 1
+        else:
+            assert torch.equal(filled["weight"], masters["weight"]), number
+            assert len(fresh.state) == 2, number
+    assert 5 < failed < 40
 
 
 def test_a_load_of_what_is_removed_meanwhile_says_so(tmp_path: Path) -> None:

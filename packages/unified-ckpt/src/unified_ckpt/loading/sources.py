@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CorruptCheckpointError, LoadError, StoreError
 from unified_ckpt.geometry.tensors import StoredDtype, dtype_of
 from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord, Prefixes
 from unified_ckpt.loading.optimizer_memory import StoredStates
@@ -185,7 +185,7 @@ class Sources:
         if part not in self._indexes:
             try:
                 self._indexes[part] = PartIndex(self._checkpoint, part)
-            except CorruptCheckpointError:
+            except (CorruptCheckpointError, StoreError):  # the part may be there all the same
                 raise
             except LoadError:
                 self._indexes[part] = None

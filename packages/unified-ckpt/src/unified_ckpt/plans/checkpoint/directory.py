@@ -114,6 +114,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         size = self.opened.size(MANIFEST_NAME)
         if size is None:
             return "no manifest"
+        if isinstance(self.opened, StoredFolder):  # which holds it as it was when it was opened
+            return f"{size} {self.opened.read(MANIFEST_NAME)[-32:].hex()}"
         end = bytearray(min(32, size))
         with self.opened.open(MANIFEST_NAME) as file:
             read_at(file, [memoryview(end)], size - len(end))

@@ -54,9 +54,6 @@ class StoredFolder(AbstractContextManager["StoredFolder"]):
             CorruptCheckpointError: it is missing; in the body of the `with`.
             StoreError: the store does not answer; in the body.
         """
-        if name == MANIFEST_NAME:
-            yield StoredFile(location=self.path / name, pool=self._pool)
-            return
         with as_load_errors(self.path / name):
             yield StoredFile(location=self._files / name, pool=self._pool)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CorruptCheckpointError, LoadError, StoreError
 from unified_ckpt.files import ReadFolder
 from unified_ckpt.files.checksums import crc_of_file
 from unified_ckpt.files.format import FileRecord, HeaderEntry, read_header
@@ -54,6 +54,7 @@ def verify_checkpoint(checkpoint_id: Path | str | Location) -> VerifyReport:
 
     Raises:
         LoadError: there is no such directory, or it holds nothing that could be checked.
+        StoreError: the store does not answer.
     """
     try:
         return read_checkpoint(checkpoint_id, verify_opened)
@@ -79,6 +80,8 @@ def _verify_bytes(checkpoint: Checkpoint, files: Mapping[str, FileRecord]) -> Ve
     for name in files:
         try:
             found, done = _verify_file(checkpoint.opened, name, files[name])
+        except StoreError:  # says nothing about the file
+            raise
         except LoadError as error:
             found, done = [Problem(name, None, str(error))], 0
         problems += found
