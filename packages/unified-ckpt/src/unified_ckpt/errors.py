@@ -57,7 +57,10 @@ class ReplacedCheckpointError(LoadError):
 
 
 class StoreError(LoadError):
-    """A store did not answer or refuses: nothing is known of what it holds, nor of damage."""
+    """A store did not answer or refuses: nothing is known of what it holds, nor of damage.
+
+    So is a local directory for a process that has no descriptors or memory left.
+    """
 
 
 class DamagedCheckpointWarning(UserWarning):

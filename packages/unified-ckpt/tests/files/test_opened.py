@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CorruptCheckpointError, LoadError, StoreError
 from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.opened import read_error
 
@@ -105,7 +105,7 @@ def test_an_error_of_the_disk_counts_as_damage_and_a_lack_of_descriptors_does_no
     ):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     full = read_error(tmp_path, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-    assert type(full) is LoadError and "raise the limit of this process" in str(full)
+    assert type(full) is StoreError and "raise the limit of this process" in str(full)
 
 
 def test_a_folder_gives_its_descriptor_back_also_when_nobody_closes_it(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from unified_ckpt import Shard, get_last_checkpoint, rotate, save
-from unified_ckpt.errors import DamagedCheckpointWarning
+from unified_ckpt.errors import DamagedCheckpointWarning, StoreError
 from unified_ckpt.folders import check_steps_free, find_fault
 from unified_ckpt.folders.folder import is_complete
 
@@ -74,6 +77,35 @@ def test_a_damaged_tensor_is_found_when_all_is_verified(tmp_path: Path) -> None:
         assert get_last_checkpoint(tmp_path, verify="full") == tmp_path / "checkpoint-1"
     with pytest.raises(ValueError, match="verify='all'; expected 'quick' or 'full'"):
         get_last_checkpoint(tmp_path, verify="all")
+
+
+@contextmanager
+def one_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        for _ in range(limit):
+            held.append(os.open("/", os.O_RDONLY))
+    except OSError:
+        os.close(held.pop())
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_without_descriptors_passes_no_checkpoint_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        put(tmp_path, step)
+    for look in (lambda: get_last_checkpoint(tmp_path), lambda: rotate(tmp_path, 1)):
+        with one_descriptor_left(), pytest.raises(StoreError, match="raise the limit of this proc"):
+            look()
+    assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_rotation_keeps_what_is_protected(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CorruptCheckpointError, LoadError, StoreError
 from unified_ckpt.files.system import PositionedFile
 
 _OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # says nothing about the checkpoint
@@ -80,7 +80,8 @@ class OpenFolder(AbstractContextManager["OpenFolder"]):
     """A folder opened for reading, as descriptor `fd`; it remembers which files it opened.
 
     Raises:
-        LoadError: there is no such folder, or this process has no descriptor left.
+        LoadError: there is no such folder.
+        StoreError: (a LoadError) this process has no descriptor left.
         CorruptCheckpointError: it cannot be opened for another reason (EACCES, EIO, ELOOP).
     """
 
@@ -110,7 +111,7 @@ class OpenFolder(AbstractContextManager["OpenFolder"]):
         Raises:
             CorruptCheckpointError: it is missing, no regular file or cannot be read, also in the
                 body of the `with`.
-            LoadError: this process has no descriptor or memory left.
+            StoreError: this process has no descriptor or memory left.
         """
         path = self.path / name
         try:
@@ -123,7 +124,7 @@ class OpenFolder(AbstractContextManager["OpenFolder"]):
             self._seen.setdefault(name, _signature(found))
             yield fd
         except OSError as error:
-            if error.errno not in _DAMAGE:
+            if error.errno not in _DAMAGE | _OUT_OF_MEANS:
                 raise
             raise read_error(path, error) from error
         finally:
@@ -203,7 +204,7 @@ def read_error(path: Path, error: OSError) -> LoadError:
     if isinstance(error, _NOT_THERE):
         return CorruptCheckpointError(f"{path}: file is missing")
     if error.errno in _OUT_OF_MEANS:
-        return LoadError(f"{path}: not opened: {error.strerror}; raise the limit of this process")
+        return StoreError(f"{path}: not opened: {error.strerror}; raise the limit of this process")
     return CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}")
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.errors import DamagedCheckpointWarning, LoadError
+from unified_ckpt.errors import DamagedCheckpointWarning, LoadError, StoreError
 from unified_ckpt.files import remove_tree
 from unified_ckpt.files.format import MANIFEST_NAME, check_sizes
 from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
@@ -74,11 +74,16 @@ def held_copies(folder: Path) -> list[NodeCopy]:
     """Return the copies in a node's folder that are whole: manifest, and the sizes of all files.
 
     Bytes are not compared. One that is damaged is passed over with a `DamagedCheckpointWarning`.
+
+    Raises:
+        StoreError: this process has no descriptors or memory left to look at them.
     """
     found = []
     for path in copy_folders(folder):
         try:
             copy = read_copy(path)
+        except StoreError:
+            raise
         except LoadError as error:
             warnings.warn(f"{path} is passed over: {error}", DamagedCheckpointWarning, stacklevel=2)
             continue

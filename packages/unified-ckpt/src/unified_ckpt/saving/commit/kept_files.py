@@ -10,7 +10,12 @@ import os
 from collections.abc import Collection
 from pathlib import Path, PurePath
 
-from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError
+from unified_ckpt.errors import (
+    CheckpointValueError,
+    CorruptCheckpointError,
+    LoadError,
+    StoreError,
+)
 from unified_ckpt.files import (
     OpenFolder,
     link_file,
@@ -41,6 +46,8 @@ def keep_files(
     """
     try:
         opened = OpenFolder(old)
+    except StoreError:  # this process cannot open it, but it is there
+        raise
     except LoadError:  # another save removed it
         return ()
     kept = []
