@@ -75,8 +75,9 @@ def test_a_damaged_tensor_is_found_when_all_is_verified(tmp_path: Path) -> None:
     assert get_last_checkpoint(tmp_path) == new
     with pytest.warns(DamagedCheckpointWarning, match=r"model.safetensors: 'w': bytes"):
         assert get_last_checkpoint(tmp_path, verify="full") == tmp_path / "checkpoint-1"
-    with pytest.raises(ValueError, match="verify='all'; expected 'quick' or 'full'"):
-        get_last_checkpoint(tmp_path, verify="all")
+    for look in (get_last_checkpoint, find_fault):
+        with pytest.raises(ValueError, match="verify='all'; expected 'quick' or 'full'"):
+            look(tmp_path, verify="all")
 
 
 @contextmanager
@@ -113,6 +114,23 @@ def test_rotation_keeps_what_is_protected(tmp_path: Path) -> None:
         put(tmp_path, step)
     removed = rotate(tmp_path, 1, protect=[tmp_path / "checkpoint-2"])
     assert [path.name for path in removed] == ["checkpoint-3", "checkpoint-1"]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_what_is_protected_may_be_named_by_text_and_must_be_in_the_folder(
+    scheme: str, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        save({"model": {"w": torch.ones(2)}}, checkpoint_id=f"{scheme}{tmp_path}/checkpoint-{step}")
+    folder = f"{scheme}{tmp_path}"
+    with pytest.raises(TypeError, match=r"protect is .*checkpoint-1; expected a list of such"):
+        rotate(folder, 1, protect=f"{folder}/checkpoint-1")
+    for strange in ("checkpoint-1", f"{folder}-old/checkpoint-1"):
+        with pytest.raises(ValueError, match=r"checkpoint-1, which is not in .*protect nothing"):
+            rotate(folder, 1, protect=[strange])
+    for named in (f"{folder}/checkpoint-1", tmp_path / "checkpoint-1"):
+        rotate(folder, 1, protect=[named])
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_rotation_keeps_the_newest_complete_ones_and_touches_nothing_else(tmp_path: Path) -> None:

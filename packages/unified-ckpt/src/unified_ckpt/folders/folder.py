@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from unified_ckpt.errors import (
+    CheckpointTypeError,
     CheckpointValueError,
     DamagedCheckpointWarning,
     LoadError,
@@ -67,8 +68,10 @@ def find_fault(checkpoint: Path | str | Location, verify: Depth = "quick") -> st
             checksums; `full` compares every byte.
 
     Raises:
+        CheckpointValueError: `verify` is neither `quick` nor `full`.
         StoreError: the store does not answer.
     """
+    check_depth(verify)
     return _check(checkpoint, verify)[0]
 
 
@@ -205,7 +208,7 @@ def step_of(checkpoint: Path | Location) -> int:
 
 
 def rotate(
-    folder: Path | str | Location, keep: int, *, protect: Collection[Path | Location] = ()
+    folder: Path | str | Location, keep: int, *, protect: Collection[Path | str | Location] = ()
 ) -> list[Path | Location]:
     """Remove all complete `checkpoint-N` but the `keep` newest; return what was removed.
 
@@ -219,17 +222,19 @@ def rotate(
     Args:
         folder: the folder of a run.
         keep: how many of the newest stay.
-        protect: others that stay, for example the best one.
+        protect: others that stay, for example the best one; each named as the folder is, by its
+            path, URL or location.
 
     Raises:
-        CheckpointValueError: `keep` is less than 1.
+        CheckpointTypeError: `protect` is one name, and no collection of them.
+        CheckpointValueError: `keep` is less than 1, or what is protected is not in the folder.
         StoreError: the store does not answer.
     """
     check_type("keep", keep, int)
     if keep < 1:
         raise CheckpointValueError(f"keep={keep} would remove every checkpoint; keep at least 1")
     place = as_target("folder", folder)
-    kept = _linked_in(place).union(*map(_real_names, protect))
+    kept = _linked_in(place) | _protected(place, protect)
     old, left = list[Path | Location](), keep
     for path in [path for path in numbered_checkpoints(place) if is_complete(path)]:
         if left:  # a link is none of the newest, but may lead to an older one
@@ -245,6 +250,23 @@ def rotate(
         elif on_disk is not None:
             _remove(on_disk)
     return old
+
+
+def _protected(folder: Path | Location, protect: Collection[Path | str | Location]) -> set[str]:
+    """Return the names without links of what stays; refuse what could be none of a folder."""
+    if isinstance(protect, str | os.PathLike | Location):
+        raise CheckpointTypeError(f"protect is {protect!s}; expected a list of such names")
+    (inside,), kept = _real_names(folder), set[str]()
+    for each in protect:
+        place = as_target("protect", each)
+        names = _real_names(place)
+        if not {inside} & (_real_names(place.parent) | {name.rpartition("/")[0] for name in names}):
+            raise CheckpointValueError(
+                f"protect has {each!s}, which is not in {folder}, so it would protect nothing; "
+                f"name it as {folder / 'checkpoint-N'}"
+            )
+        kept |= names
+    return kept
 
 
 def _on_disk(path: Path | Location) -> Path | None:
