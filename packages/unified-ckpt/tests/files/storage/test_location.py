@@ -1,6 +1,7 @@
 """Names of checkpoints in stores: which URLs are taken, and that no message shows secrets."""
 
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,9 +12,10 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import get_last_checkpoint, load, save
-from unified_ckpt.errors import CheckpointValueError, LoadError, SaveArgumentError
+from unified_ckpt import get_last_checkpoint, load, rotate, save
+from unified_ckpt.errors import CheckpointValueError, LoadError, SaveArgumentError, StoreError
 from unified_ckpt.files.storage import LocalStore, Location, as_target
+from unified_ckpt.folders import find_fault
 from unified_ckpt.tiers import TierOptions
 
 STATE = {"model": {"w": torch.arange(6.0)}}
@@ -53,6 +55,25 @@ def test_urls_that_cannot_be_used_are_refused_without_what_is_secret(url: str, s
         with pytest.raises(ValueError, match=says) as caught:
             call({"model": {"w": torch.zeros(6)}}, checkpoint_id=url)
         assert "hunter2" not in str(caught.value)
+
+
+def test_what_a_folder_does_not_let_go_of_is_not_said_to_be_deleted() -> None:
+    before = os.geteuid()
+    with tempfile.TemporaryDirectory(prefix="unified-ckpt-") as name:
+        os.chmod(name, 0o755)  # so that others than root read it
+        for step in (1, 2):
+            save(STATE, checkpoint_id=f"file://{name}/checkpoint-{step}")
+        old = Path(name, "checkpoint-1")
+        os.chmod(old, 0o555)
+        if before == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(StoreError, match=r"checkpoint-1: .* not deleted; who may write"):
+                rotate(f"file://{name}", 1)
+        finally:
+            os.seteuid(before)
+            os.chmod(old, 0o755)
+        assert find_fault(old) is None
 
 
 def test_what_works_on_directories_only_refuses_urls() -> None:

@@ -12,6 +12,7 @@ moment are told apart only if it is a new one.
     store.swap("checkpoint-10/manifest.json", b"{}", old=None)
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -126,6 +127,9 @@ class LocalStore:
         """Remove files, and the folders that are empty then."""
         for key in keys:
             remove_tree(self.root / key)
+        for path in (self.root / key for key in keys):
+            if os.path.lexists(path):  # no other process writes what is to be deleted
+                raise PermissionError(errno.EACCES, "not deleted; who may write there?", str(path))
         for folder in sorted({(self.root / key).parent for key in keys}, reverse=True):
             while folder != self.root and folder.exists():
                 _remove_if_empty(folder)
