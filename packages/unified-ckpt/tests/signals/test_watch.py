@@ -43,6 +43,25 @@ def test_a_second_signal_goes_to_the_former_handler() -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_is_named_twice_is_noted_once() -> None:
+    calls = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+    with SignalWatch([signal.SIGUSR1, signal.SIGUSR1], repeat_s=0.0) as watch:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert watch.seen == {signal.SIGUSR1}
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert calls == [signal.SIGUSR1] * 2
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_cannot_be_noted_changes_no_handler() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ValueError, match=r"signals has .*SIGKILL.*, which cannot be noted: "):
+        SignalWatch([signal.SIGUSR1, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_a_second_sigterm_ends_a_process_that_is_stuck() -> None:
     code = (
         "import os, signal, time\nfrom unified_ckpt.signals.watch import SignalWatch\n"

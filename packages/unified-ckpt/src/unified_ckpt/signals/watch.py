@@ -43,7 +43,8 @@ class SignalWatch:
             all processes of a job and the launcher passes on to its workers what it got.
 
     Raises:
-        CheckpointValueError: called outside the main thread, where Python takes no handlers.
+        CheckpointValueError: called outside the main thread, where Python takes no handlers; or one
+            of the signals cannot be noted (SIGKILL). No handler was changed then.
     """
 
     def __init__(
@@ -57,8 +58,14 @@ class SignalWatch:
         self._repeat_s = repeat_s
         self._seen: dict[Signals, float] = {}  # when it came first
         self._before: dict[signal.Signals, _Handler] = {}
-        for number in signals:
-            self._before[number] = signal.signal(number, self._note)
+        for number in dict.fromkeys(signals):  # each once, or it would be its own former handler
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except (OSError, ValueError, TypeError) as error:
+                self.close()
+                raise CheckpointValueError(
+                    f"signals has {number!r}, which cannot be noted: {error}; name others"
+                ) from error
 
     @property
     def seen(self) -> frozenset[Signals]:
