@@ -403,3 +403,15 @@ def test_device_tensors_are_saved_and_loaded_over_nccl(tmp_path: Path) -> None:
         assert torch.equal(w, again)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "name", ["unified_ckpt.json", "model.safetensors.index.json", "model.safetensors"]
+)
+def test_no_file_takes_the_place_of_what_a_save_writes(name: str, tmp_path: Path) -> None:
+    """Also where this save has none of that name: loads would read it."""
+    state = {"model": {"w": torch.ones(2)}}
+    for given in ("files", "rank_files"):
+        with pytest.raises(ValueError, match=rf"{name}'.* (another|different) name"):
+            save(state, checkpoint_id=tmp_path / "checkpoint-1", **{given: {name: b"{}"}})
+    assert list(tmp_path.iterdir()) == []

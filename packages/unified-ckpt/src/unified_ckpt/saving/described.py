@@ -132,13 +132,22 @@ class Described:
         return planned
 
     def check_names(self, planned: Planned, state_file: bytes) -> None:
-        """Refuse files that several would write."""
+        """Refuse files that several would write, or that loads would take for the save's own."""
         names = [MANIFEST_NAME, TABLES_NAME, *planned.plan.names, *planned.plan.index_names]
         names += [STATE_NAME] * bool(state_file)
         names += [name for rank in self.summaries for name, _ in rank["files"]]
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise CheckpointValueError(f"several would write {twice}; use different names")
+        own = {STATE_NAME}
+        for part in planned.plan.columns.table.parts:
+            own |= {f"{part}.safetensors", f"{part}.safetensors.index.json"}
+        given = [name for rank in self.summaries for name, _ in rank["files"] if name in own]
+        if given:
+            raise CheckpointValueError(
+                f"file {given[0]!r} has a name by which loads find what a save has written, and "
+                "they would read it instead; leave it out, or give it another name"
+            )
 
     def blob_bytes(self, state_file: bytes) -> int:
         """Return the bytes of all whole files of all ranks."""
