@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL_AS_PATH = re.compile(r"(?:s3a?|gs|az|abfss?|file|fsspec\+[A-Za-z0-9.+-]+):(?=/(?!/))")
 _PLAIN = {"SupportsFloat": "a number", "SupportsIndex": "a whole number"}
 
 # What reading a table raises that is not what was written there.
@@ -97,6 +98,11 @@ def as_path(name: str, value: object) -> Path:
     text = os.fsdecode(value)  # type: ignore[arg-type]
     if not text or "\0" in text:
         raise CheckpointValueError(f"{name} is {text!r}; expected the name of a file or folder")
+    if scheme := _URL_AS_PATH.match(text):
+        raise CheckpointValueError(
+            f"{name} is {text!r}, a URL that has lost a slash, as in Path('s3://bucket/run'); give "
+            f"{scheme[0]}//... as text, or an absolute path to a folder of that name"
+        )
     if is_url(text):  # as a path it would be a folder here of that name
         raise CheckpointValueError(
             f"{name} is a {text.partition(':')[0]}:// URL, but this works on directories only"

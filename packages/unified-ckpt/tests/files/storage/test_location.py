@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ranktest import collect_ranks, run_ranks
 from unified_ckpt import get_last_checkpoint, load, rotate, save
 from unified_ckpt.errors import CheckpointValueError, LoadError, SaveArgumentError, StoreError
-from unified_ckpt.files.storage import LocalStore, Location, as_target
+from unified_ckpt.files.storage import FsspecStore, LocalStore, Location, as_target
 from unified_ckpt.folders import find_fault
 from unified_ckpt.tiers import TierOptions
 
@@ -48,13 +48,32 @@ def test_a_network_folder_named_by_url_is_saved_to_and_loaded_from(tmp_path: Pat
         ("s3://bucket", "has no key"),
         ("s3://bucket/../run", "has no key"),
         ("ftp://host/run", "known are file://"),
+        ("file://tmp/run", "names the machine 'tmp'; expected .* file:///tmp/run"),
+        ("s3:/bucket/run", "a URL that has lost a slash"),
+        (Path("s3://bucket/run"), "a URL that has lost a slash"),
+        (Path("fsspec+memory://disk/run"), "a URL that has lost a slash"),
     ],
 )
-def test_urls_that_cannot_be_used_are_refused_without_what_is_secret(url: str, says: str) -> None:
+def test_urls_that_cannot_be_used_are_refused_without_what_is_secret(
+    url: str | Path, says: str
+) -> None:
     for call in (save, load):
         with pytest.raises(ValueError, match=says) as caught:
             call({"model": {"w": torch.zeros(6)}}, checkpoint_id=url)
         assert "hunter2" not in str(caught.value)
+
+
+def test_a_key_is_as_stores_list_it_whatever_slashes_it_is_given_with(tmp_path: Path) -> None:
+    place = Location(store=LocalStore(tmp_path), key="run//checkpoint-1/")
+    assert place.name == "checkpoint-1" and place.key == "run/checkpoint-1"
+    for _ in range(2):
+        save(STATE, checkpoint_id=place)
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 1, "what was replaced is gone"
+    for key in ("/run", "../run", "run/./a"):
+        with pytest.raises(ValueError, match=r"key='.*' of a Location; expected names joined"):
+            Location(store=LocalStore(tmp_path), key=key)
+    named = str(Location(store=FsspecStore(fsspec.filesystem("file"), f"{tmp_path}/a"), key="b"))
+    assert named == f"file://{tmp_path}/a/b"
 
 
 def test_what_a_folder_does_not_let_go_of_is_not_said_to_be_deleted() -> None:

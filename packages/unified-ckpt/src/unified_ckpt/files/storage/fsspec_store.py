@@ -31,7 +31,7 @@ class FsspecStore:
         self._prefix = f"{root.rstrip('/')}/" if root else ""
         protocol = filesystem.protocol
         name = protocol if isinstance(protocol, str) else protocol[0]
-        self._url = f"{name}://{root.strip('/')}" if url is None else url
+        self._url = f"{name}://{root.rstrip('/')}" if url is None else url
 
     @property
     def url(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
-from unified_ckpt.errors import CheckpointValueError, as_path, is_url
+from unified_ckpt.errors import CheckpointValueError, as_path, check_type, is_url
 from unified_ckpt.files.storage.fsspec_store import FsspecStore
 from unified_ckpt.files.storage.local import LocalStore, escaped
 from unified_ckpt.files.storage.protocol import ObjectStore
@@ -25,10 +25,24 @@ _FSSPEC = "fsspec+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """A folder of a store, by its key; `location / "name"` is below it, as with paths."""
+    """A folder of a store, by its key; `location / "name"` is below it, as with paths.
+
+    Raises:
+        CheckpointValueError: the key begins with a slash, or has `.` or `..` among its names.
+    """
 
     store: ObjectStore
     key: str
+
+    def __post_init__(self) -> None:
+        check_type("key", self.key, str)
+        names = [name for name in self.key.split("/") if name]
+        if self.key.startswith("/") or {".", ".."} & set(names):
+            raise CheckpointValueError(
+                f"key={self.key!r} of a Location; expected names joined by '/', relative to the "
+                "store, such as 'run/checkpoint-10': give the rest to the store, as its root"
+            )
+        object.__setattr__(self, "key", "/".join(names))  # as stores list it
 
     @property
     def name(self) -> str:
@@ -87,6 +101,11 @@ def as_target(name: str, value: object) -> "Path | Location":
     if url.scheme.startswith(_FSSPEC):
         return Location(store=_filesystem(f"{url.scheme}://{url.netloc}", key), key=key)
     if url.scheme == "file":
+        if url.netloc not in ("", "localhost"):
+            raise CheckpointValueError(
+                f"{name}={value!r} names the machine {url.netloc!r}; expected three slashes before "
+                f"a path: file:///{url.netloc}{url.path}"
+            )
         return Location(store=LocalStore("/"), key=unquote(key))
     if url.scheme not in _BUCKETS or not url.netloc:
         raise CheckpointValueError(
