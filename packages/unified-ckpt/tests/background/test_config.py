@@ -27,6 +27,12 @@ def test_what_is_out_of_range_is_refused(fields: dict[str, Any], message: str) -
         AsyncSaverConfig(**fields)
 
 
+@pytest.mark.parametrize("fields", [{"num_buffers": 2.0}, {"niceness": 2.5}])
+def test_what_is_counted_is_a_whole_number(fields: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"is a float; expected int"):
+        AsyncSaverConfig(**fields)
+
+
 def test_the_saver_process_gets_json_with_whole_paths(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     tier = TierOptions(folder=tmp_path / "link" / "run")

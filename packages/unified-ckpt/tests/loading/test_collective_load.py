@@ -304,3 +304,11 @@ def test_ranks_that_load_together_know_what_none_of_them_took(tmp_path: Path) ->
 
     first, second = run_ranks(fn, 2)
     assert first == [("c",), ("c",), ()] and second == [("c",), ("c", "x"), ()]
+
+
+def test_an_unknown_depth_of_verification_is_refused(tmp_path: Path) -> None:
+    save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "checkpoint-1")
+    state = {"model": {"w": torch.zeros(2)}}
+    with pytest.raises(ValueError, match="verify='full'; expected True, False or 'touched'"):
+        load(state, checkpoint_id=tmp_path / "checkpoint-1", verify="full")
+    assert not state["model"]["w"].any()

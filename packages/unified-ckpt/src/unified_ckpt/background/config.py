@@ -41,7 +41,9 @@ class AsyncSaverConfig:
     store_host: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_buffers", "backpressure_timeout_s", "orphan_grace_s", "niceness"):
+        for name in ("num_buffers", "niceness"):
+            check_type(name, getattr(self, name), int)
+        for name in ("backpressure_timeout_s", "orphan_grace_s"):
             check_type(name, getattr(self, name), int, float)
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from unified_ckpt.errors import CheckpointTypeError, LoadError, check_type
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError, check_type
 from unified_ckpt.files.storage import Location, shown
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
@@ -99,7 +99,8 @@ def load(
             Destinations may be partly filled.
         ReplacedCheckpointError: it was replaced again and again. Destinations may be partly filled.
         CheckpointTypeError: the state dict cannot be filled.
-        CheckpointValueError: a tensor does not fit its box, or shares memory with another's part.
+        CheckpointValueError: a tensor does not fit its box, or shares memory with another's part;
+            or `verify` is none of these.
     """
     options = options or LoadOptions()
 
@@ -134,6 +135,8 @@ def fill_state(
     options: LoadOptions,
 ) -> tuple[LoadReport, dict[str, PartUse]]:
     """As `load`, from a checkpoint that is open, and what is used of it; not collective."""
+    if verify not in (True, False, "touched"):
+        raise CheckpointValueError(f"verify={verify!r}; expected True, False or 'touched'")
     sources = Sources(checkpoint, options)
     hooks = StoredHooks(sources, options)
     with ExitStack() as on_error:
