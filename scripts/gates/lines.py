@@ -208,7 +208,8 @@ LINES_ADDED = {
     # Caps that only a loop keeps; files that are checked before they are forecast.
     # Split graphs asked for other gradients; states of what recompute gets by keyword; types of
     # switches, costs and scopes.
-    # Upcycled ranks without experts, rows beside places, runs of positions of groups.
+    # Upcycled ranks without experts, rows beside places, runs of positions of groups. Limits,
+    # losses and formats of files that mean nothing.
     "moe-pipeline": 150
     + 600
     + 230
@@ -223,7 +224,8 @@ LINES_ADDED = {
     + 40
     + 65
     + 240
-    + 46,
+    + 46
+    + 15,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of
@@ -245,7 +247,8 @@ LINES_ADDED = {
     # Checkpoints of torch DCP written and read by commands, piece by piece. What was saved to a
     # store's URL on disk is read by path; snapshots and savers that end with an error. Exports of
     # what was skipped; a tier that is newer than what is whole in storage. Readers that have seen
-    # enough of a command's output, here and in the other commands.
+    # enough of a command's output, here and in the other commands. Stores that do not answer, and
+    # processes without descriptors, told from damage everywhere; names that lead elsewhere.
     "unified-ckpt": 820
     + 120
     + 600
@@ -263,7 +266,8 @@ LINES_ADDED = {
     + 160
     + 75
     + 270
-    + 52,
+    + 52
+    + 100,
 }
 
 # Why comm-collectives has 17,000 lines outside checking/ and simulation/, where 10,500 were asked
