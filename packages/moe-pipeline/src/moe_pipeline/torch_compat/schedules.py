@@ -209,14 +209,9 @@ class PipelineSchedule(metaclass=_ScheduleType):
     ) -> Any:
         has_last = self.schedule.num_stages - 1 in self._stages
         if has_last and with_backward and batch.targets is None:
-            raise MoEValueError(
-                "this rank has the last stage and the schedule a loss_fn; give it target="
-            )
+            raise MoEValueError("this rank has the last stage and its loss_fn; give it target=")
         if has_last and losses is not None and state.loss_fn is None:
-            lacks = "a loss_fn" if self._loss_fn is None else "target="
-            raise MoEValueError(
-                f"losses= is given to be filled, but there are none without {lacks}"
-            )
+            raise MoEValueError("losses= has nothing to be filled with without loss_fn and target=")
         for stage in self._wrapped.values():
             stage.during(state)
         targets = batch.targets or [None] * self.schedule.num_microbatches
@@ -308,8 +303,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         """Run the schedule of a file from now on, as torch's method of this name.
 
         Raises:
-            ValueError: it has other stages, microbatches or ranks than this schedule was made for;
-                or `format` is another word.
+            ValueError: it has other stages, microbatches or ranks than this schedule; or `format`.
             ScheduleError: the file is no schedule, or one that would not end.
         """
         if format not in ("compute_only", "compute_comms"):

@@ -99,8 +99,7 @@ def load(
             Destinations may be partly filled.
         ReplacedCheckpointError: it was replaced again and again. Destinations may be partly filled.
         CheckpointTypeError: the state dict cannot be filled.
-        CheckpointValueError: a tensor does not fit its box, or shares memory with another's part;
-            or `verify` is none of these.
+        CheckpointValueError: a tensor does not fit its box, or shares memory; another `verify`.
     """
     options = options or LoadOptions()
 
