@@ -345,9 +345,9 @@ def test_a_stage_may_add_an_auxiliary_loss():
 
 def test_losses_that_nothing_would_fill_are_refused_before_the_step():
     def fn(rank, world_size):
-        with pytest.raises(ValueError, match="losses= has nothing .*loss_fn"):
+        with pytest.raises(ValueError, match=r"losses= has nothing .*loss_fn"):
             alone(nn.Linear(2, 2)).step(torch.ones(4, 2), losses=[])
-        with pytest.raises(ValueError, match="losses= has nothing .*target="):
+        with pytest.raises(ValueError, match=r"losses= has nothing .*target="):
             alone(nn.Linear(2, 2), loss_fn=loss_fn).eval(torch.ones(4, 2), losses=[])
 
     run_ranks(fn, 1)
