@@ -1,6 +1,7 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,23 @@ def test_a_reader_waits_while_a_save_has_the_checkpoint_under_another_name(tmp_p
     back.start()
     assert load_files(place, "note") == b"1"
     back.join()
+
+
+def test_a_checkpoint_that_is_back_before_the_save_is_looked_for_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write(tmp_path, 1)
+    aside = hidden_name(place, "old")
+    place.rename(aside)
+    look = Path.glob
+
+    def glob(folder: Path, pattern: str) -> Iterator[Path]:
+        if aside.exists():
+            aside.rename(place)
+        return look(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert load_files(place, "note") == b"1"
 
 
 def test_files_that_the_manifest_does_not_list_are_no_part_of_the_checkpoint(

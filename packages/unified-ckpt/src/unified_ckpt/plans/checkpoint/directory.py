@@ -27,6 +27,7 @@ from unified_ckpt.errors import (
     CorruptCheckpointError,
     LoadError,
     ReplacedCheckpointError,
+    StoreError,
 )
 from unified_ckpt.files import OpenFolder, ReadFolder, read_at
 from unified_ckpt.files.checksums import crc32
@@ -303,11 +304,11 @@ def _open(folder: Path) -> OpenFolder:
     for _ in range(_ASIDE_POLLS):
         try:
             return OpenFolder(folder)
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, StoreError):
             raise
         except LoadError:
             if not any(folder.parent.glob(f".{escape(folder.name)}.unified-ckpt-old-*")):
-                raise
+                break  # the save may have ended between the two looks: the next one tells
             time.sleep(_ASIDE_POLL_S)
     return OpenFolder(folder)
 
