@@ -1,6 +1,7 @@
 """The memory of this process, as Linux counts it."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
@@ -34,6 +35,15 @@ def keep_no_freed_memory() -> None:
     """
     if not ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _THRESHOLD_BYTES):
         raise OSError(f"mallopt did not take M_MMAP_THRESHOLD={_THRESHOLD_BYTES}")
+
+
+def growth_bytes(call: Callable[[], object]) -> int:
+    """The most that this process grew by during a call; from then on it keeps no freed memory."""
+    keep_no_freed_memory()
+    forget_peak()
+    before = resident_bytes()
+    call()
+    return peak_resident_bytes() - before
 
 
 def _field_bytes(name: str) -> int:
