@@ -47,6 +47,10 @@ class SortedListFreeList:
         self.total_bytes -= size
         return self.blocks.pop(ptr)
 
+    def resize(self, ptr: int, old_size: int, size: int) -> None:
+        """As FreeList.resize."""
+        self.add(ptr, size, self.remove(ptr, old_size))
+
     def find(self, size_bytes: int) -> int:
         """As FreeList.find."""
         position = bisect_left(self.keys, size_bytes << 96)
