@@ -25,12 +25,7 @@ from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
 from moe_train.training.beside import SavesBeside
 from ranktest import run_ranks
-from ranktest.memory import (
-    forget_peak,
-    keep_no_freed_memory,
-    peak_resident_bytes,
-    resident_bytes,
-)
+from ranktest.memory import growth_bytes
 from unified_ckpt import AsyncSaverConfig, diff_checkpoints
 from unified_ckpt.folders import find_fault
 
@@ -277,9 +272,6 @@ def test_saves_in_pieces_take_two_buffers_of_the_state_and_no_other_memory(
 
 def _peaks(config: Config) -> tuple[int, int]:
     """The most bytes that a rank's storages had at once in training, and that all of it grew by."""
-    keep_no_freed_memory()
-    forget_peak()
-    before = resident_bytes()
     with TraceRecorder() as recorder:
-        train(config, "", RankContext())
-    return summarize(recorder.events).peak_live_bytes, peak_resident_bytes() - before
+        grown = growth_bytes(lambda: train(config, "", RankContext()))
+    return summarize(recorder.events).peak_live_bytes, grown
